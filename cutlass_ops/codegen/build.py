@@ -1,0 +1,305 @@
+"""The build: specs -> generated/*.cu -> cubins/ and manifest.json. Incremental, parallel, reproducible, safe to kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from ..errors import BuildError, InstallationError
+from ..manifest import KernelRecord, Manifest
+from ..spec import Spec
+from . import cubin, cutlass_api, source
+from .frontend import TraceableChain, normalize
+from .toolchain import ARCHITECTURE, FLAGS, Toolchain
+
+_HERE = Path(__file__).parent
+_INCLUDE = _HERE / "include"
+SHARED_KERNELS = ("convert", "pool")
+
+Progress = Callable[[str, int, int], None]  # (kernel just finished, done, total)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One .cu file to compile into one cubin."""
+
+    name: str
+    key: str
+    #: For an implicit GEMM; the kernels shared by all operators have none.
+    spec: Optional[Spec] = None
+    chain: Optional[TraceableChain] = None
+    operand: str = ""
+
+    def request(self) -> cutlass_api.Request:
+        """What to ask CUTLASS's Python API for."""
+        assert self.spec is not None
+        assert self.chain is not None
+        inputs = tuple((i.internal, i.kind) for i in self.chain.inputs)
+        return cutlass_api.Request(self.name, self.chain.source, inputs, self.operand, self.spec.tile.m, self.spec.tile.n)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a build did."""
+
+    built: tuple[str, ...]
+    reused: tuple[str, ...]
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps([str(p) for p in parts]).encode()).hexdigest()
+
+
+def _tool_key(toolchain: Toolchain) -> str:
+    """Hash of all that makes any kernel's bytes beside its own spec: compiler, flags, CUTLASS, this emitter."""
+    files = [*sorted(_INCLUDE.rglob("*.hpp")), _HERE / "cutlass_api.py", _HERE / "source.py", _HERE / "cubin.py"]
+    return _digest(toolchain.version, FLAGS, cutlass_api.cutlass_version(), *(f.read_text() for f in files))
+
+
+def plan_units(specs: Sequence[Spec], toolchain: Toolchain) -> list[Unit]:
+    """Every cubin that the specs need. Raises ChainError for a chain that can't be traced, BuildError for a name clash."""
+    names = [s.name for s in specs]
+    clash = next((n for n in names if names.count(n) > 1 or n in SHARED_KERNELS), None)
+    if clash is not None:
+        raise BuildError(f"expected every operator to have a name of its own, got {clash!r} twice; rename one")
+    tools = _tool_key(toolchain)
+    units = []
+    for spec in specs:
+        chain = normalize(spec)
+        for operand in cutlass_api.OPERANDS:
+            key = _digest(tools, spec.name, chain, spec.tile, operand)
+            units.append(Unit(f"{spec.name}_{operand}", key, spec, chain, operand))
+    units += [Unit(name, _digest(tools, (_HERE / "kernels" / f"{name}.cu").read_text())) for name in SHARED_KERNELS]
+    return units
+
+
+def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int = 0, progress: Optional[Progress] = None) -> Report:
+    """Bring `out` up to date: out/*.cu, out/cubins/*.cubin, out/manifest.json.
+
+    Only what changed is built. Every file is written aside and renamed, the manifest last, so a build that is killed
+    leaves either the old or the new state of each file, and running it again completes it.
+    Raises BuildError, ChainError.
+    """
+    units = plan_units(specs, toolchain)
+    cubins = out / "cubins"
+    try:
+        cubins.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BuildError(f"expected to write to {out}, could not ({error}); name a writable folder with --out") from error
+
+    old = _previous(out)
+    fresh = {u.name for u in units if _is_current(u, out, old)}
+    todo = [u for u in units if u.name not in fresh]
+    records = [k for k in old.kernels if Path(k.cubin).stem in fresh] if old else []
+    if todo:
+        sources = _emit(todo, toolchain)
+        workers = jobs or os.cpu_count() or 1
+        with ThreadPoolExecutor(workers) as pool:
+            futures = {pool.submit(_compile, u, sources[u.name], toolchain, out): u for u in todo}
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    records.extend(future.result())
+                    if progress:
+                        progress(futures[future].name, done, len(todo))
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+    provenance = {
+        "cutlass": cutlass_api.cutlass_version(),
+        "nvcc": toolchain.version,
+        "architecture": ARCHITECTURE,
+        "flags": " ".join(FLAGS),
+    }
+    manifest = Manifest(tuple(records), provenance, {u.name: u.key for u in units})
+    _write(out / "manifest.json", manifest.dumps().encode())
+    _sweep(out, {u.name for u in units})
+    return Report(tuple(u.name for u in todo), tuple(sorted(fresh)))
+
+
+def check(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int = 0, progress: Optional[Progress] = None) -> list[str]:
+    """Rebuild everything elsewhere and list every way in which `out` differs; an empty list means no drift."""
+    with tempfile.TemporaryDirectory(prefix="cutlass_ops_check_") as temporary:
+        fresh = Path(temporary)
+        build(specs, fresh, toolchain, jobs=jobs, progress=progress)
+        problems = []
+        for path in sorted([*fresh.glob("*.cu"), *fresh.glob("cubins/*.cubin"), fresh / "manifest.json"]):
+            name = path.relative_to(fresh)
+            here = out / name
+            if not here.exists():
+                problems.append(f"{here} is missing")
+            elif here.read_bytes() != path.read_bytes():
+                problems.append(f"{here} differs from a fresh build")
+        known = {p.name for p in fresh.glob("*.cu")}
+        problems += [f"{p} belongs to no operator" for p in sorted(out.glob("*.cu")) if p.name not in known]
+    return problems
+
+
+def _previous(out: Path) -> Optional[Manifest]:
+    try:
+        return Manifest.load(out / "manifest.json")
+    except InstallationError:
+        return None  # nothing usable: everything is built
+
+
+def _is_current(unit: Unit, out: Path, old: Optional[Manifest]) -> bool:
+    """Whether the unit's files are those that its key stands for."""
+    if old is None or old.keys.get(unit.name) != unit.key:
+        return False
+    records = [k for k in old.kernels if Path(k.cubin).stem == unit.name]
+    path = out / "cubins" / f"{unit.name}.cubin"
+    if not records or not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != records[0].sha256:
+        return False
+    if unit.spec is None:
+        return True
+    emitted = out / f"{unit.name}.cu"
+    return emitted.exists() and source.is_sealed(emitted.read_text())
+
+
+def _emit(units: Sequence[Unit], toolchain: Toolchain) -> dict[str, tuple[str, Optional[cutlass_api.Emission]]]:
+    """Source text of every unit, and the emission that it came from."""
+    sources: dict[str, tuple[str, Optional[cutlass_api.Emission]]] = {}
+    gemms = [u for u in units if u.spec is not None]
+    try:
+        emissions = cutlass_api.emit([u.request() for u in gemms], toolchain.home) if gemms else []
+    except (RuntimeError, ModuleNotFoundError) as error:
+        raise BuildError(str(error)) from error
+    for unit, emission in zip(gemms, emissions):
+        assert unit.spec is not None
+        summary = unit.spec.doc.splitlines()[0] if unit.spec.doc else ""
+        title = f"{unit.spec.name}, {unit.operand} operands. {summary}"
+        sources[unit.name] = source.implicit_gemm_source(unit.name, title, emission, source.layout_paths(emission)), emission
+    for unit in units:
+        if unit.spec is None:
+            sources[unit.name] = (_HERE / "kernels" / f"{unit.name}.cu").read_text(), None
+    return sources
+
+
+def _compile(unit: Unit, emitted: tuple[str, Optional[cutlass_api.Emission]], toolchain: Toolchain, out: Path) -> list[KernelRecord]:
+    """Compile one unit in a private folder, check the cubin, move it to its place. Returns its kernels' records."""
+    text, emission = emitted
+    with tempfile.TemporaryDirectory(prefix="cutlass_ops_nvcc_") as temporary:
+        work = Path(temporary)
+        (work / f"{unit.name}.cu").write_text(text)
+        # Relative names only: what nvcc writes into a cubin must not depend on where the packages lie.
+        (work / "cutlass_ops_include").symlink_to(_INCLUDE, target_is_directory=True)
+        includes = ["-Icutlass_ops_include"]
+        for i, folder in enumerate(cutlass_api.include_directories()):
+            (work / f"cutlass_include{i}").symlink_to(folder, target_is_directory=True)
+            includes.append(f"-Icutlass_include{i}")
+        command = [str(toolchain.nvcc), *FLAGS, *includes, f"{unit.name}.cu", "-o", f"{unit.name}.cubin"]
+        result = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+        log = f"$ {' '.join(command)}\n{result.stdout}{result.stderr}"
+        if result.returncode:
+            _fail(unit, command, log, out)
+        (work / "canonical.cubin").write_bytes(cubin.canonical((work / f"{unit.name}.cubin").read_bytes()))
+        records = _inspect(unit, emission, (work / "canonical.cubin"), log, toolchain)
+        if emission is not None:
+            _write(out / f"{unit.name}.cu", text.encode())
+        _write(out / "cubins" / f"{unit.name}.cubin", (work / "canonical.cubin").read_bytes())
+    return records
+
+
+def _fail(unit: Unit, command: Sequence[str], log: str, out: Path) -> None:
+    path = Path(tempfile.gettempdir()) / f"cutlass_ops_{unit.name}_{os.getpid()}.log"
+    path.write_text(log)
+    errors = [line[:300] for line in log.splitlines() if re.search(r"\berror\b|fatal", line)][:5]
+    shown = "\n  ".join(errors or log.splitlines()[-5:])
+    raise BuildError(f"nvcc could not compile {unit.name} for {out}:\n  {shown}\nCommand: {' '.join(command)}\nLog: {path}")
+
+
+def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, log: str, toolchain: Toolchain) -> list[KernelRecord]:
+    """Read the cubin back and describe its entry points. Raises BuildError where it is not what it must be."""
+    data = path.read_bytes()
+    cubin.check_architecture(unit.name, data, ARCHITECTURE)
+    resources = cubin.ptxas_report(unit.name, log)
+    words = cubin.read_words(unit.name, data, f"{unit.name}_layout")
+    sha256 = hashlib.sha256(data).hexdigest()
+    file = f"{unit.name}.cubin"
+    if emission is None:
+        return [
+            KernelRecord(
+                name=name,
+                family="convert" if unit.name == "convert" else "pool",
+                operator="",
+                cubin=file,
+                sha256=sha256,
+                architecture=ARCHITECTURE,
+                variant=tuple(name.split("_")[1:]),
+                threads=words[1],
+                shared_memory=0,
+                params_size=words[0],
+                registers=found.registers,
+                hgmma=0,
+            )
+            for name, found in sorted(resources.items())
+        ]
+    assert unit.spec is not None
+    assert unit.chain is not None
+    hgmma = cubin.count_hgmma(toolchain.sass(path))
+    if hgmma == 0:
+        raise BuildError(f"{unit.name}: expected wgmma instructions (HGMMA) in the SASS, found none")
+    header = dict(zip(source.HEADER, words))
+    offsets = iter(words[len(source.HEADER) :])
+    fields = {name: next(offsets) for name in source.PARAMETERS}
+    names = {i.internal: (i.name, i.kind) for i in unit.chain.inputs}
+    chain = {names[internal]: next(offsets) for internal in emission.inputs}
+    constants = tuple((next(offsets), value) for _, value in emission.constants)
+    return [
+        KernelRecord(
+            name=unit.name,
+            family="implicit_gemm",
+            operator=unit.spec.name,
+            cubin=file,
+            sha256=sha256,
+            architecture=ARCHITECTURE,
+            variant=(unit.operand,),
+            threads=header["threads"],
+            shared_memory=header["shared_memory"],
+            params_size=header["params_size"],
+            registers=resources[unit.name].registers,
+            hgmma=hgmma,
+            tile=emission.tile,
+            stages=header["stages"],
+            epilogue_tile=(header["epilogue_tile_m"], header["epilogue_tile_n"]),
+            fields=fields,
+            vectors={name: offset for (name, kind), offset in chain.items() if kind == "vector"},
+            scalars={name: offset for (name, kind), offset in chain.items() if kind == "scalar"},
+            constants=constants,
+        )
+    ]
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file aside and rename it; leave it alone where it already holds these bytes."""
+    if path.exists() and path.read_bytes() == data:
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(data)
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise BuildError(f"expected to write {path}, could not ({error}); free space or name another folder with --out") from error
+
+
+def _sweep(out: Path, names: set[str]) -> None:
+    """Remove what no unit stands for: files of dropped operators, and halves that a killed build left."""
+    stale = [p for p in out.glob("*.cu") if p.stem not in names] + [p for p in out.glob("cubins/*.cubin") if p.stem not in names]
+    for path in [*stale, *out.glob(".*.*[0-9]"), *out.glob("cubins/.*.*[0-9]"), *out.glob(".writable-*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,186 @@
+"""The CUDA driver calls that the package makes, with errors that say which call failed and why.
+
+cuda.bindings is imported at the first use of a GPU, not before: the package imports without libcuda.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Union
+
+from .errors import CudaError
+
+Pair = tuple[int, int]
+
+
+@functools.cache
+def api() -> ModuleType:
+    """cuda.bindings.driver. Raises CudaError where the driver library cannot be loaded."""
+    from cuda.bindings import driver as module
+
+    driver: ModuleType = module
+    try:
+        (status,) = driver.cuInit(0)
+    except Exception as error:  # cuda.bindings raises its own kinds, which differ between its releases
+        raise CudaError(f"expected the NVIDIA driver library libcuda, could not load it ({error}); install the driver") from error
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise CudaError(_explain(driver, "cuInit", status))
+    return driver
+
+
+def _explain(driver: ModuleType, call: str, status: Any) -> str:
+    _, name = driver.cuGetErrorName(status)
+    _, text = driver.cuGetErrorString(status)
+    named = name.decode() if name else str(status)
+    hint = ""
+    if named in (
+        "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+        "CUDA_ERROR_NO_BINARY_FOR_GPU",
+        "CUDA_ERROR_INVALID_IMAGE",
+        "CUDA_ERROR_INVALID_SOURCE",
+    ):
+        _, version = driver.cuDriverGetVersion()
+        hint = f"; the cubins need a driver for CUDA 13.0 (580) or newer, this one is for CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"{call} failed: {named} ({text.decode() if text else 'no description'}){hint}"
+
+
+def check(call: str, result: Sequence[Any]) -> Any:
+    """The value of a driver call's result tuple. Raises CudaError unless it succeeded."""
+    if result[0] != 0:
+        raise CudaError(_explain(api(), call, result[0]))
+    return result[1] if len(result) > 1 else None
+
+
+def make_context_current(device: int) -> None:
+    """Make the device's primary context, which PyTorch uses and holds, current in this thread."""
+    driver = api()
+    handle = check("cuDeviceGet", driver.cuDeviceGet(device))
+    context = check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(handle))
+    check("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+    check("cuDevicePrimaryCtxRelease", driver.cuDevicePrimaryCtxRelease(handle))  # PyTorch's reference stays
+
+
+def load_library(image: bytes) -> Any:
+    """Load a cubin (CUlibrary)."""
+    return check("cuLibraryLoadData", api().cuLibraryLoadData(image, [], [], 0, [], [], 0))
+
+
+def get_kernel(library: Any, symbol: str) -> Any:
+    """An entry point of a library (CUkernel)."""
+    return check(f"cuLibraryGetKernel({symbol})", api().cuLibraryGetKernel(library, symbol.encode()))
+
+
+def parameter_size(kernel: Any) -> int:
+    """Size in bytes of a kernel's first parameter, as the cubin has it."""
+    driver = api()
+    status, _, size = driver.cuKernelGetParamInfo(kernel, 0)
+    check("cuKernelGetParamInfo", (status, size))
+    return int(size)
+
+
+def get_function(kernel: Any, shared_memory: int, device: int) -> Any:
+    """The kernel's handle (CUfunction) in the current context, with its dynamic shared memory allowed."""
+    driver = api()
+    if shared_memory > 48 * 1024:
+        handle = check("cuDeviceGet", driver.cuDeviceGet(device))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check("cuKernelSetAttribute", driver.cuKernelSetAttribute(attribute, shared_memory, kernel, handle))
+    return check("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
+
+
+@dataclass(frozen=True)
+class TiledMap:
+    """A tiled tensor map but for its address: extents and box innermost first, byte strides from the second dimension."""
+
+    element: str  # "f16", "bf16" or "f32"
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Im2colMap:
+    """An im2col tensor map of an NHWC tensor but for its address (extents C, W, H, N)."""
+
+    element: str
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    lower_corner: Pair  # W, H
+    upper_corner: Pair
+    channels: int
+    pixels: int
+    traversal: Pair  # W, H
+
+
+def encode(tensor_map: Union[TiledMap, Im2colMap], address: int) -> bytes:
+    """The 128 bytes of a TMA descriptor: 128-byte swizzle, zero fill, no interleave."""
+    driver = api()
+    types = driver.CUtensorMapDataType
+    element = {
+        "f16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bf16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "f32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+    }[tensor_map.element]
+    rank = len(tensor_map.extents)
+    extents = [driver.cuuint64_t(e) for e in tensor_map.extents]
+    strides = [driver.cuuint64_t(s) for s in tensor_map.strides]
+    tail = (
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if isinstance(tensor_map, TiledMap):
+        box = [driver.cuuint32_t(b) for b in tensor_map.box]
+        steps = [driver.cuuint32_t(1)] * rank
+        encoded = check(
+            "cuTensorMapEncodeTiled", driver.cuTensorMapEncodeTiled(element, rank, address, extents, strides, box, steps, *tail)
+        )
+    else:
+        steps = [driver.cuuint32_t(t) for t in (1, *tensor_map.traversal, 1)]
+        encoded = check(
+            "cuTensorMapEncodeIm2col",
+            driver.cuTensorMapEncodeIm2col(
+                element,
+                rank,
+                address,
+                extents,
+                strides,
+                list(tensor_map.lower_corner),
+                list(tensor_map.upper_corner),
+                tensor_map.channels,
+                tensor_map.pixels,
+                steps,
+                *tail,
+            ),
+        )
+    return struct.pack("<16Q", *(int(word) for word in encoded.opaque))
+
+
+class Launch:
+    """A kernel ready to be launched again and again: function, grid, block, and the bytes of its one parameter."""
+
+    def __init__(self, function: Any, grid: int, threads: int, shared_memory: int, params: Any) -> None:
+        self.function = function
+        self.grid, self.threads, self.shared_memory = grid, threads, shared_memory
+        #: A ctypes object that the caller fills; the driver copies it at each launch.
+        self.params = params
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._pointers_address = ctypes.addressof(self._pointers)
+        self._call = api().cuLaunchKernel
+
+    def __call__(self, stream: int) -> None:
+        """Launch on a stream."""
+        result = self._call(self.function, self.grid, 1, 1, self.threads, 1, 1, self.shared_memory, stream, self._pointers_address, 0)
+        if result[0] != 0:
+            raise CudaError(_explain(api(), "cuLaunchKernel", result[0]))
+
+
+def clear_word(address: int, stream: int) -> None:
+    """Set a 32-bit word on the device to zero, on a stream."""
+    check("cuMemsetD32Async", api().cuMemsetD32Async(address, 0, 1, stream))

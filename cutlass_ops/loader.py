@@ -1,0 +1,123 @@
+"""Loader: manifest and cubins -> kernels that can be launched. Loads lazily, verified bytes only."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import driver
+from .errors import InstallationError, UnsupportedDeviceError
+from .manifest import KernelRecord, Manifest, verified_hashes
+from .selection import DeviceFacts
+
+ALLOW_UNVERIFIED = "CUTLASS_OPS_ALLOW_UNVERIFIED"
+
+
+def allow_unverified() -> bool:
+    """Whether the environment allows kernels without a GPU check record (development)."""
+    value = os.environ.get(ALLOW_UNVERIFIED, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"expected {ALLOW_UNVERIFIED} to be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def shipped_kernels() -> Path:
+    """Folder of the shipped manifest: in the wheel below the package, in a checkout beside it."""
+    package = Path(__file__).parent
+    inside = package / "generated"
+    return inside if inside.is_dir() else package.parent / "generated"
+
+
+@functools.cache
+def device_facts(device: int) -> DeviceFacts:
+    """Name, compute capability and SM count of a device."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel on one device: its record, its function handle, and how many of its blocks an SM holds."""
+
+    record: KernelRecord
+    function: Any
+    blocks_per_sm: int
+
+
+class KernelSet:
+    """The kernels of one folder (manifest.json, gpu_checks.json, cubins/)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.load(folder / "manifest.json")
+        self.verified = verified_hashes(folder / "gpu_checks.json")
+        self.records = {k.name: k for k in self.manifest.kernels}
+        self._lock = threading.Lock()
+        self._libraries: dict[str, Any] = {}
+        self._loaded: dict[tuple[str, int], LoadedKernel] = {}
+
+    def get(self, name: str, device: int) -> LoadedKernel:
+        """A kernel on a device whose context is current: loaded, resolved and checked once.
+
+        Raises InstallationError for a cubin that is missing, damaged or not what the manifest says, CudaError where the
+        driver refuses it, UnsupportedDeviceError for a device it is not built for.
+        """
+        key = (name, device)
+        with self._lock:
+            if key not in self._loaded:
+                self._loaded[key] = self._load(self.records[name], device)
+            return self._loaded[key]
+
+    def _load(self, record: KernelRecord, device: int) -> LoadedKernel:
+        require_hopper(device_facts(device))
+        if record.sha256 not in self.verified and not allow_unverified():
+            raise InstallationError(f"expected a record of a passed GPU check for {record.cubin}, found none; run scripts/check_gpu.py")
+        library = self._libraries.get(record.cubin)
+        if library is None:
+            library = self._libraries[record.cubin] = driver.load_library(self.image(record))
+        kernel = driver.get_kernel(library, record.name)
+        size = driver.parameter_size(kernel)
+        if size != record.params_size:
+            raise InstallationError(
+                f"expected {record.name} to take {record.params_size} bytes of parameters, the cubin takes {size}; reinstall the wheel"
+            )
+        function = driver.get_function(kernel, record.shared_memory, device)
+        api = driver.api()
+        blocks = driver.check(
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+            api.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, record.threads, record.shared_memory),
+        )
+        return LoadedKernel(record, function, blocks)
+
+    def image(self, record: KernelRecord) -> bytes:
+        """The bytes of a record's cubin. Raises InstallationError unless they are exactly those of the record."""
+        path = self.folder / "cubins" / record.cubin
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InstallationError(
+                f"expected the cubin {path}, could not read it ({error}); build the kernels or reinstall the wheel"
+            ) from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != record.sha256:
+            raise InstallationError(
+                f"expected {path} with sha256 {record.sha256}, got {found} ({len(data)} bytes); rebuild it or reinstall the wheel"
+            )
+        return data
+
+
+def require_hopper(facts: DeviceFacts) -> None:
+    """Raise UnsupportedDeviceError unless the kernels run on the device."""
+    if facts.capability != (9, 0):
+        major, minor = facts.capability
+        raise UnsupportedDeviceError(
+            f"expected compute capability 9.0 (the shipped cubins are for sm_90a: H100, H200, H800, H20, GH200), got {major}.{minor} "
+            f"({facts.name}); use cutlass_ops.reference for PyTorch's own operators"
+        )

@@ -1,0 +1,128 @@
+"""The manifest: what the builder records of every kernel, and all that the loader knows of it.
+
+Builder and loader meet here and nowhere else. `SCHEMA` changes when a field changes its meaning; a loader reads its own
+schema only, since a misread offset would be a wrong result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import InstallationError
+
+__all__ = ["SCHEMA", "KernelRecord", "Manifest", "read_checks", "verified_hashes"]
+
+SCHEMA = 1
+
+Family = Literal["implicit_gemm", "convert", "pool"]
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One compiled entry point."""
+
+    #: Name, also the entry point's symbol in the cubin.
+    name: str
+    family: Family
+    #: Operator it belongs to; empty for the kernels that all operators share.
+    operator: str
+    #: File below cubins/, and the sha256 of its bytes.
+    cubin: str
+    sha256: str
+    architecture: str
+    #: Operand type of the tensor cores (implicit_gemm), source and target types (convert), kind and target type (pool).
+    variant: tuple[str, ...]
+    threads: int
+    #: Dynamic shared memory in bytes.
+    shared_memory: int
+    #: Size in bytes of the kernel's one by-value parameter.
+    params_size: int
+    registers: int
+    #: Number of HGMMA (wgmma) instructions in the SASS.
+    hgmma: int
+    #: Tile of the implicit GEMM in pixels x output channels x input channels, its pipeline stages, and its epilogue's tile.
+    tile: tuple[int, ...] = ()
+    stages: int = 0
+    epilogue_tile: tuple[int, ...] = ()
+    #: Byte offsets of the parameter's fields by name.
+    fields: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Byte offsets of the chain's vectors (pointers) and scalars (fp32) by argument name.
+    vectors: dict[str, int] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Byte offsets and values of the chain's constants (fp32).
+    constants: tuple[tuple[int, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without fields at their defaults."""
+        data = dataclasses.asdict(self)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {k: v for k, v in data.items() if v not in ({}, ()) and v != defaults[k]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KernelRecord:
+        """Inverse of `to_json`. Raises TypeError for unknown or missing fields."""
+        values = dict(data)
+        for key in ("variant", "tile", "epilogue_tile"):
+            values[key] = tuple(values.get(key, ()))
+        values["constants"] = tuple((int(o), float(v)) for o, v in values.get("constants", ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All kernels of a build, and the versions that made them."""
+
+    kernels: tuple[KernelRecord, ...]
+    provenance: dict[str, str]
+    #: Build key of each cubin: sha256 of all that determines its bytes.
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def dumps(self) -> str:
+        """The manifest as JSON text: sorted, so that equal builds give equal bytes."""
+        kernels = [k.to_json() for k in sorted(self.kernels, key=lambda k: k.name)]
+        data = {"schema": SCHEMA, "provenance": self.provenance, "keys": self.keys, "kernels": kernels}
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Manifest:
+        """Read and check a manifest. Raises InstallationError: missing, unreadable, another schema, damaged."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InstallationError(
+                f"expected the kernels' manifest at {path}, found none; build the kernels or reinstall the wheel"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise InstallationError(f"expected a JSON manifest at {path}, could not read it ({error}); reinstall the wheel") from error
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise InstallationError(
+                f"expected manifest schema {SCHEMA} at {path}, got {schema!r}; kernels and package must come from the same version"
+            )
+        try:
+            kernels = tuple(KernelRecord.from_json(k) for k in data["kernels"])
+            return cls(kernels, dict(data["provenance"]), dict(data["keys"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InstallationError(
+                f"expected a complete manifest at {path}, got a damaged one ({error!r}); reinstall the wheel"
+            ) from error
+
+
+def read_checks(path: Path) -> dict[str, Any]:
+    """The GPU check records (gpu_checks.json) by cubin sha256; empty where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return dict(data["cubins"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InstallationError(f"expected GPU check records at {path}, could not read them ({error!r}); reinstall the wheel") from error
+
+
+def verified_hashes(path: Path) -> frozenset[str]:
+    """sha256 of every cubin with a record of a passed GPU check."""
+    return frozenset(sha for sha, record in read_checks(path).items() if record.get("passed") is True)

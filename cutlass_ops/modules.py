@@ -1,0 +1,54 @@
+"""The operators as torch.nn modules, with the parameters (and state_dict keys) of the KernelBench models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .ops import Operator
+from .problem import IntOrPair
+
+__all__ = ["FusedConv2d"]
+
+
+class FusedConv2d(nn.Module):
+    """A convolution with an operator's chain and pool.
+
+    ``conv`` is an ordinary torch.nn.Conv2d whose weight and bias the operator uses (state_dict keys conv.weight, conv.bias);
+    the operator's other vectors become parameters under their own names. Further keyword arguments are the operator's
+    (scalars, pool, precision, ...).
+    """
+
+    def __init__(
+        self,
+        operator: Operator,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrPair,
+        *,
+        stride: IntOrPair = 1,
+        padding: IntOrPair = 0,
+        dilation: IntOrPair = 1,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__()
+        self.operator = operator
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)  # type: ignore[arg-type]
+        self.arguments = {"stride": self.conv.stride, "padding": self.conv.padding, "dilation": self.conv.dilation} | arguments
+        self._own = tuple(v.name for v in operator.spec.vectors if v.name != "bias")
+        for name in self._own:
+            self.register_parameter(name, nn.Parameter(torch.randn(out_channels, 1, 1, device=device, dtype=dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the operator to x (N, C, H, W)."""
+        vectors = {name: getattr(self, name) for name in self._own}
+        return self.operator(x, self.conv.weight, bias=self.conv.bias, **vectors, **self.arguments)
+
+    def extra_repr(self) -> str:
+        """Operator and arguments, for print."""
+        return ", ".join([self.operator.spec.name, *(f"{k}={v}" for k, v in self.arguments.items())])

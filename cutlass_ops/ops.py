@@ -1,0 +1,370 @@
+"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU, fake, autograd) and the functional API."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .launch import PreparedCall, prepare, presentable
+from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
+from .problem import (
+    DTYPES,
+    Pair,
+    PoolArguments,
+    Problem,
+    check_parameters,
+    check_sizes,
+    check_tensors,
+    conv_size,
+    pair,
+    pool_size,
+    precision_of,
+    result_channels_last,
+)
+from .selection import PLAN_NAMES, DeviceFacts, NoPlanError, Selection, select
+from .spec import Spec
+
+__all__ = ["Operator", "explain", "use_plan"]
+
+_LIBRARY: Any = torch.library.Library("cutlass_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
+_CACHED_CALLS = 256  # prepared calls a thread and operator keeps; beyond, all are dropped
+
+_thread = threading.local()
+
+
+@functools.cache
+def kernel_set(folder: Path) -> KernelSet:
+    """The kernels of a folder, read once a process."""
+    return KernelSet(folder)
+
+
+@contextlib.contextmanager
+def use_plan(name: str) -> Iterator[None]:
+    """Within the block, calls of this thread take the plan `name` or raise (for benchmarks and tests)."""
+    if name not in PLAN_NAMES:
+        raise ValueError(f"expected a plan among {', '.join(PLAN_NAMES)}, got {name!r}")
+    before = getattr(_thread, "plan", None)
+    _thread.plan = name
+    try:
+        yield
+    finally:
+        _thread.plan = before
+
+
+class Operator:
+    """An operator made of a `Spec`: callable as a function, registered as torch.ops.cutlass_ops.<name>.
+
+    Call it as ``op(x, weight, *vectors, **scalars, pool=, stride=, padding=, dilation=, precision=)``: x (N, C, H, W) and
+    weight (K, C, R, S) in float32, float16, bfloat16 (float64: PyTorch's operators); vectors of K elements. With a pool also
+    pool_stride, pool_padding, ceil_mode, and count_include_pad, divisor_override (average) or pool_dilation (max), as in
+    PyTorch. Returns a new tensor of x's dtype, in the memory format that PyTorch's conv2d would choose.
+    Raises TypeError or ValueError for arguments that do not fit, before anything is launched.
+    """
+
+    def __init__(self, spec: Spec, kernels: Optional[Path] = None) -> None:
+        self.spec = spec
+        self.kernels = kernels or shipped_kernels()
+        self.__name__ = spec.name
+        self.__doc__ = f"{spec.doc}\n\n{Operator.__doc__}"
+        self._vectors = tuple(a.name for a in spec.vectors)
+        self._scalars = tuple(a.name for a in spec.scalars)
+        self._positional = tuple(a.name for a in spec.arguments)
+        self._defaults: dict[str, Any] = {a.name: a.default for a in spec.arguments if a.kind == "scalar" or a.optional}
+        self._defaults |= {"stride": 1, "padding": 0, "dilation": 1, "precision": None}
+        if spec.pool:
+            self._defaults |= {"pool": spec.pool.kernel_size, "pool_stride": None, "pool_padding": 0, "ceil_mode": False}
+            self._defaults |= {"count_include_pad": True, "divisor_override": None} if spec.pool.kind == "avg" else {"pool_dilation": 1}
+        self._names = frozenset(self._positional) | frozenset(self._defaults)
+        self._normalized: dict[Any, tuple[Any, ...]] = {}
+        self._register()
+        self._op = getattr(torch.ops.cutlass_ops, spec.name).default
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For help(): the arguments that users see."""
+        empty, kind = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = ["x", "weight", *self._positional, *(n for n in self._defaults if n not in self._positional)]
+        return inspect.Signature([inspect.Parameter(n, kind, default=self._defaults.get(n, empty)) for n in names])
+
+    def __repr__(self) -> str:
+        return f"<cutlass_ops operator {self.spec.name}{inspect.signature(self)}>"
+
+    # ---- arguments -----------------------------------------------------------------------------------------------
+
+    def __call__(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute; see the class."""
+        result: Tensor = self._op(x, weight, *self._bind(args, kwargs))
+        return result
+
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The operator's arguments after x and weight in the order of its schema."""
+        values = self._defaults | dict(zip(self._positional, args)) | kwargs
+        if len(args) > len(self._positional) or not values.keys() <= self._names or len(values) < len(self._names):
+            self._complain(args, kwargs)
+        scalars = [values[n] for n in self._scalars]
+        for name, value in zip(self._scalars, scalars):
+            if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+                raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+        return [*(values[n] for n in self._vectors), *map(float, scalars), *self._normalize(values), values["precision"]]
+
+    def _complain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Raise TypeError as Python does for a call that does not fit a signature."""
+        try:
+            inspect.signature(self).bind(None, None, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.spec.name}: {error}; expected {inspect.signature(self)}") from None
+
+    def _normalize(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        """Stride, padding, dilation and the pool's arguments as the schema wants them, checked once for equal values."""
+        names = [n for n in self._defaults if n not in self._positional and n != "precision"]
+        try:
+            key = tuple((v, type(v)) for v in (tuple(values[n]) if isinstance(values[n], list) else values[n] for n in names))
+            known = self._normalized.get(key)
+        except TypeError:  # an unhashable value; pair() below says what is wrong with it
+            key, known = None, None
+        if known is not None:
+            return known
+        convolution = (pair("stride", values["stride"]), pair("padding", values["padding"]), pair("dilation", values["dilation"]))
+        result: tuple[Any, ...] = tuple(map(list, convolution))
+        pool = None
+        if self.spec.pool:
+            kernel = pair("pool", values["pool"])
+            stride = kernel if values["pool_stride"] is None else pair("pool_stride", values["pool_stride"])
+            padding, dilation = pair("pool_padding", values["pool_padding"]), pair("pool_dilation", values.get("pool_dilation", 1))
+            override = values.get("divisor_override")
+            if override is not None and (isinstance(override, bool) or not isinstance(override, int)):
+                raise TypeError(f"expected divisor_override to be an int or None, got {override!r}")
+            flags = bool(values["ceil_mode"]), bool(values.get("count_include_pad", True))
+            pool = PoolArguments(self.spec.pool.kind, kernel, stride, padding, dilation, *flags, override)
+            result += (list(kernel), list(stride), list(padding), list(dilation), *flags, override)
+        check_parameters(*convolution, pool)
+        if key is not None and len(self._normalized) < _CACHED_CALLS:
+            self._normalized[key] = result
+        return result
+
+    # ---- registration --------------------------------------------------------------------------------------------
+
+    def _schema(self) -> str:
+        arguments = ["Tensor x", "Tensor weight"]
+        arguments += [f"Tensor{'?' if a.optional else ''} {a.name}" for a in self.spec.vectors]
+        arguments += [f"float {n}" for n in self._scalars]
+        arguments += ["int[2] stride", "int[2] padding", "int[2] dilation"]
+        if self.spec.pool:
+            arguments += ["int[2] pool", "int[2] pool_stride", "int[2] pool_padding", "int[2] pool_dilation"]
+            arguments += ["bool ceil_mode", "bool count_include_pad", "int? divisor_override"]
+        return f"{self.spec.name}({', '.join(arguments)}, str? precision) -> Tensor"
+
+    def _register(self) -> None:
+        if hasattr(torch.ops.cutlass_ops, self.spec.name):
+            raise ValueError(f"expected a new operator name, got {self.spec.name!r}, which is registered already; rename the operator")
+        _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(self.spec.name, self._cuda, "CUDA")
+        _LIBRARY.impl(self.spec.name, self._cpu, "CPU")
+        qualified = f"cutlass_ops::{self.spec.name}"
+        torch.library.register_fake(qualified, self._fake, lib=_LIBRARY)
+        torch.library.register_autograd(qualified, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
+
+    def _split(self, rest: Sequence[Any]) -> _Arguments:
+        """The schema's arguments after x and weight, by what they are."""
+        v, s = len(self._vectors), len(self._scalars)
+        vectors, scalars = rest[:v], rest[v : v + s]
+        stride, padding, dilation = (tuple(p) for p in rest[v + s : v + s + 3])
+        pool = None
+        if self.spec.pool:
+            pairs = [tuple(p) for p in rest[v + s + 3 : v + s + 7]]
+            pool = PoolArguments(self.spec.pool.kind, *pairs, *rest[v + s + 7 : v + s + 10])  # type: ignore[arg-type]
+        return _Arguments(vectors, scalars, stride, padding, dilation, pool, rest[-1])
+
+    def _checked(self, x: Tensor, weight: Tensor, rest: Sequence[Any]) -> _Arguments:
+        arguments = self._split(rest)
+        check_parameters(arguments.stride, arguments.padding, arguments.dilation, arguments.pool)
+        check_tensors(self.spec, x, weight, arguments.vectors)
+        check_sizes(x, weight, arguments.stride, arguments.padding, arguments.dilation, arguments.pool)
+        return arguments
+
+    def _reference(self, x: Tensor, weight: Tensor, arguments: _Arguments) -> Tensor:
+        inputs = dict(zip(self._vectors, arguments.vectors)) | dict(zip(self._scalars, arguments.scalars))
+        a = arguments
+        return reference.compute(self.spec, x, weight, inputs, stride=a.stride, padding=a.padding, dilation=a.dilation, pool=a.pool)
+
+    def _cpu(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        """The CPU implementation is the reference: PyTorch's own operators."""
+        arguments = self._checked(x, weight, rest)
+        precision_of(x, arguments.precision)
+        return _in_format(self._reference(x, weight, arguments), result_channels_last(x, weight))
+
+    def _fake(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        a = self._checked(x, weight, rest)
+        size = conv_size(x.shape, weight.shape, a.stride, a.padding, a.dilation)
+        size = size if a.pool is None else pool_size(size, a.pool)
+        memory_format = torch.channels_last if result_channels_last(x, weight) else torch.contiguous_format
+        return torch.empty((x.shape[0], weight.shape[0], *size), dtype=x.dtype, device=x.device, memory_format=memory_format)
+
+    def _cuda(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        v = len(self._vectors)
+        forced = getattr(_thread, "plan", None)
+        precision = precision_of(x, rest[-1]) if x.dtype in DTYPES else None
+        aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        vectors = tuple(t if t is None else (t.shape, t.dtype, t.device) for t in rest[:v])
+        parameters = tuple(tuple(p) if isinstance(p, list) else p for p in rest[v + len(self._scalars) : -1])
+        facts = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device)
+        key = (*facts, vectors, parameters, precision, aligned, forced)
+        calls: dict[Any, Optional[PreparedCall]] = _thread.__dict__.setdefault(self.spec.name, {})
+        try:
+            call = calls[key]
+        except KeyError:
+            call = self._prepare(x, weight, rest, forced)
+            if len(calls) >= _CACHED_CALLS:
+                calls.clear()
+            calls[key] = call
+        if call is None:  # the plan that calls PyTorch's own operators
+            return self._pytorch(x, weight, rest)
+        inputs = dict(zip(self._vectors, map(_as_vector, rest[:v])))
+        scalars = dict(zip(self._scalars, rest[v:]))
+        return call(presentable(x), presentable(weight), inputs, scalars)
+
+    def _pytorch(self, x: Tensor, weight: Tensor, rest: Sequence[Any]) -> Tensor:
+        arguments = self._split(rest)
+        guard = reference.ieee_convolutions() if arguments.precision == "ieee" else contextlib.nullcontext()
+        with guard:
+            return _in_format(self._reference(x, weight, arguments), result_channels_last(x, weight))
+
+    def _prepare(self, x: Tensor, weight: Tensor, rest: Sequence[Any], forced: Optional[str]) -> Optional[PreparedCall]:
+        """Check a new combination of arguments, choose its plan, make it ready (None: PyTorch's own operators)."""
+        problem = self.problem(x, weight, self._checked(x, weight, rest))
+        device = x.device.index
+        selection = self._select(problem, device_facts(device), forced)
+        if selection.plan is None:
+            require_hopper(device_facts(device))
+            raise NoPlanError(_describe(problem, selection))
+        if not selection.plan.kernels:
+            return None
+        return prepare(problem, selection.plan, kernel_set(self.kernels), device)
+
+    def problem(self, x: Tensor, weight: Tensor, arguments: _Arguments) -> Problem:
+        """The facts of a call whose arguments have been checked."""
+        px, pw = presentable(x), presentable(weight)
+        a = arguments
+        aligned = px.device.type != "cuda" or (px.data_ptr() | pw.data_ptr()) % 16 == 0
+        return Problem(
+            self.spec.name,
+            DTYPES[x.dtype],
+            precision_of(x, a.precision),
+            tuple(px.shape),  # type: ignore[arg-type]
+            tuple(px.stride()),  # type: ignore[arg-type]
+            tuple(pw.shape),  # type: ignore[arg-type]
+            tuple(pw.stride()),  # type: ignore[arg-type]
+            a.stride,
+            a.padding,
+            a.dilation,
+            a.pool,
+            result_channels_last(x, weight),
+            aligned,
+        )
+
+    def _select(self, problem: Problem, device: DeviceFacts, forced: Optional[str]) -> Selection:
+        kernels = kernel_set(self.kernels)
+        return select(problem, device, kernels.records.values(), kernels.verified, allow_unverified=allow_unverified(), force=forced)
+
+    # ---- autograd ------------------------------------------------------------------------------------------------
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, *rest = inputs
+        v = len(self._vectors)
+        ctx.save_for_backward(x, weight, *rest[:v])
+        ctx.rest = rest[v:]
+
+    def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
+        """Gradients by PyTorch's own operators: the reference is computed again and differentiated."""
+        saved = ctx.saved_tensors
+        with torch.enable_grad():
+            needs = zip(saved, ctx.needs_input_grad)
+            tensors: list[Any] = [t if t is None else t.detach().requires_grad_(need) for t, need in needs]
+            y = self._reference(tensors[0], tensors[1], self._split([*tensors[2:], *ctx.rest]))
+            wanted = [t for t in tensors if t is not None and t.requires_grad]
+            found = iter(torch.autograd.grad(y, wanted, gradient))
+        gradients = [next(found) if t is not None and t.requires_grad else None for t in tensors]
+        return (*gradients, *(None for _ in ctx.rest))
+
+    # ---- explanation ---------------------------------------------------------------------------------------------
+
+    def explain(self, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
+        """Which plan a call would take and why the others would not; see `cutlass_ops.explain`."""
+        arguments = self._checked(x, weight, self._bind(args, kwargs))
+        problem = self.problem(x, weight, arguments)
+        if device is None and x.device.type != "cuda":
+            return f"{_headline(problem)}\n  plan: {x.device.type} reference (PyTorch's own operators; the kernels need a Hopper GPU)"
+        facts = device or device_facts(x.device.index)
+        return _describe(problem, self._select(problem, facts, getattr(_thread, "plan", None)), facts)
+
+
+class _Arguments:
+    """Arguments of one call after x and weight, by what they are."""
+
+    __slots__ = ("dilation", "padding", "pool", "precision", "scalars", "stride", "vectors")
+
+    def __init__(
+        self,
+        vectors: Sequence[Optional[Tensor]],
+        scalars: Sequence[float],
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        pool: Optional[PoolArguments],
+        precision: Optional[str],
+    ) -> None:
+        self.vectors, self.scalars, self.pool, self.precision = vectors, scalars, pool, precision
+        self.stride: Pair = stride
+        self.padding: Pair = padding
+        self.dilation: Pair = dilation
+
+
+def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:
+    """A per-channel vector as the kernel reads it: fp32, dense."""
+    if vector is None or (vector.dtype is torch.float32 and vector.is_contiguous()):
+        return vector
+    return vector.reshape(-1).to(torch.float32).contiguous()
+
+
+def _in_format(y: Tensor, channels_last: bool) -> Tensor:
+    return y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+def _headline(problem: Problem) -> str:
+    layout = "channels_last" if problem.channels_last else "contiguous"
+    return (
+        f"{problem.operator}: x {problem.x_shape} {problem.dtype}, weight {problem.weight_shape}, precision {problem.precision} "
+        f"-> {problem.output_shape} {layout}"
+    )
+
+
+def _describe(problem: Problem, selection: Selection, facts: Optional[DeviceFacts] = None) -> str:
+    lines = [_headline(problem) + (f" on {facts.name}" if facts else "")]
+    if selection.plan:
+        kernels = " -> ".join(selection.plan.kernels) or "PyTorch"
+        lines.append(f"  plan: {selection.plan.name} ({kernels}): {selection.plan.reason}")
+    else:
+        lines.append("  plan: none")
+    lines += [f"  rejected: {r.name}: {r.reason}" for r in selection.rejected]
+    return "\n".join(lines)
+
+
+def explain(operator: Callable[..., Tensor], *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
+    """Print and return which plan a call ``operator(*args, **kwargs)`` takes, and why the other candidates do not.
+
+    Tensors may lie on the CPU or the meta device; `device` then names the GPU to plan for.
+    """
+    if not isinstance(operator, Operator):
+        raise TypeError(f"expected an operator of cutlass_ops, got {operator!r}")
+    text = operator.explain(*args, device=device, **kwargs)
+    print(text)
+    return text

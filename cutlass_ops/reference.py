@@ -1,0 +1,61 @@
+"""The reference path: every operator in PyTorch's own operators, on any device and dtype that they support."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Optional, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .chain import evaluate
+from .problem import Pair, PoolArguments
+from .spec import Spec
+
+__all__ = ["apply_pool", "compute", "ieee_convolutions"]
+
+
+def compute(
+    spec: Spec,
+    x: Tensor,
+    weight: Tensor,
+    inputs: dict[str, Any],
+    *,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    pool: Optional[PoolArguments] = None,
+) -> Tensor:
+    """``pool(chain(conv2d(x, weight), **inputs))``: x (N, C, H, W), weight (K, C, R, S), vectors (K,) or None, scalars."""
+    accum = functional.conv2d(x, weight, None, stride, padding, dilation)
+    y = evaluate(spec.chain, accum, inputs)
+    return y if pool is None else apply_pool(y, pool)
+
+
+def apply_pool(y: Tensor, pool: PoolArguments) -> Tensor:
+    """PyTorch's pool with these arguments."""
+    if pool.kind == "max":
+        return functional.max_pool2d(y, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
+    return functional.avg_pool2d(
+        y, pool.kernel_size, pool.stride, pool.padding, pool.ceil_mode, pool.count_include_pad, pool.divisor_override
+    )
+
+
+@contextlib.contextmanager
+def ieee_convolutions() -> Iterator[None]:
+    """Convolutions in true fp32 (PyTorch's setting is process-wide; it is put back on exit)."""
+    conv: Any = getattr(torch.backends.cudnn, "conv", None)
+    owner, name, value = torch.backends.cudnn, "allow_tf32", cast(Any, False)
+    if conv is not None and hasattr(conv, "fp32_precision"):
+        owner, name, value = conv, "fp32_precision", "ieee"
+    before = getattr(owner, name)
+    if before == value:
+        yield
+        return
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
