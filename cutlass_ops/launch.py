@@ -16,7 +16,6 @@ from torch import Tensor
 
 from . import driver
 from .loader import KernelSet, LoadedKernel, device_facts
-from .manifest import KernelRecord
 from .problem import NO_POOL, Problem
 from .selection import Plan
 
@@ -164,15 +163,20 @@ class _ImplicitGemm:
         tiles = -(-n * p * q // tile_m) * -(-k // tile_n)
         self.launch = driver.Launch(kernel.function, min(tiles, sm_count), record.threads, record.shared_memory, params)
 
-    def set_guard(self, address: int, value: int) -> None:
+    def fill(self, activation: int, filters: int, result: int, vectors: Sequence[int], scalars: Sequence[float]) -> None:
+        """Write the addresses and scalars of a call."""
+        self.activation.point_to(activation)
+        self.filter.point_to(filters)
+        self.result.point_to(result)
+        for offset, address in zip(self.record.vectors.values(), vectors):
+            struct.pack_into("<Q", self._params, offset, address)
+        for offset, value in zip(self.record.scalars.values(), scalars):
+            struct.pack_into("<f", self._params, offset, value)
+
+    def guard(self, address: int, value: int) -> None:
+        """Let the kernel work only where the word at `address` is `value`."""
         struct.pack_into("<Q", self._params, self.record.fields["guard"], address)
         struct.pack_into("<i", self._params, self.record.fields["guard_value"], value)
-
-    def set_chain(self, vectors: dict[str, int], scalars: dict[str, float]) -> None:
-        for name, address in vectors.items():
-            struct.pack_into("<Q", self._params, self.record.vectors[name], address)
-        for name, value in scalars.items():
-            struct.pack_into("<f", self._params, self.record.scalars[name], value)
 
 
 class _Convert:
@@ -200,7 +204,12 @@ class PreparedCall:
     def __init__(self, problem: Problem, plan: Plan, kernels: KernelSet, device: int) -> None:
         self.problem, self.plan = problem, plan
         driver.make_context_current(device)
-        self._device = torch.device("cuda", device)
+        self._device, self._index = torch.device("cuda", device), device
+        self._output_shape = problem.output_shape
+        self._is_empty = problem.output_shape[0] == 0  # every other dimension is positive
+        self._state: Any = None
+        if self._is_empty:
+            return
         loaded = [kernels.get(name, device) for name in plan.kernels]
         sm_count = device_facts(device).sm_count
         self._channels = round_up(problem.x_shape[1], 8)
@@ -214,6 +223,7 @@ class PreparedCall:
         self._pool_params = PoolParams()
         (pool,) = by_family["pool"]
         self._pool = driver.Launch(pool.function, self._fill_pool(pool, sm_count), pool.record.threads, 0, self._pool_params)
+        self._launches = [*(c.launch for c in self._converts), *(g.launch for g in self._gemms), self._pool]
         self._lay_out_workspace()
 
     def _operands_to_convert(self) -> tuple[int, ...]:
@@ -266,51 +276,47 @@ class PreparedCall:
         self._result_offset = offset
         self.workspace_bytes = offset + n * p * q * self._gemms[0].ld * 4
 
-    def __call__(self, x: Tensor, weight: Tensor, vectors: dict[str, Optional[Tensor]], scalars: dict[str, float]) -> Tensor:
-        """Compute on the current stream of the tensors' device; the inputs are those of the problem."""
-        problem = self.problem
-        memory_format = torch.channels_last if problem.channels_last else torch.contiguous_format
-        y = torch.empty(problem.output_shape, dtype=x.dtype, device=self._device, memory_format=memory_format)
-        if y.numel() == 0:
+    def __call__(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float]) -> Tensor:
+        """Compute on the current stream of the tensors' device; the inputs are those of the problem, vectors dense fp32."""
+        if self.problem.channels_last:
+            y = torch.empty(self._output_shape, dtype=x.dtype, device=self._device, memory_format=torch.channels_last)
+        else:
+            y = x.new_empty(self._output_shape)
+        if self._is_empty:
             return y
+        # Freed at return: later work of this stream may use it, which is ordered behind ours.
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self._device)
         base = workspace.data_ptr()
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        addresses = {name: 0 if v is None else v.data_ptr() for name, v in vectors.items()}
-
+        addresses = [0 if v is None else v.data_ptr() for v in vectors]
+        state = (base, x.data_ptr(), weight.data_ptr(), addresses, scalars)
+        if state != self._state:
+            self._fill(*state)
+            self._state = state
+        self._pool_params.target = y.data_ptr()
+        stream = driver.current_stream(self._index)
         if self._guarded:
             driver.clear_word(base, stream)
-        sources = (x.data_ptr(), weight.data_ptr())
+        for launch in self._launches:
+            launch(stream)
+        return y
+
+    def _fill(self, base: int, x: int, weight: int, vectors: Sequence[int], scalars: Sequence[float]) -> None:
+        """Write the addresses and scalars of a call into the parameters of its launches."""
         for i, convert in enumerate(self._converts):
             for index in self._needs:
                 job = convert.params.jobs[index]
-                job.source = sources[index]
+                job.source = (x, weight)[index]
                 job.target = base + (self._filter_offsets[i] if index else self._activation_offset)
             if self._guarded:
                 convert.params.flag, convert.params.guard = (base, None) if i == 0 else (None, base)
                 convert.params.guard_value = i
-            convert.launch(stream)
         for i, gemm in enumerate(self._gemms):
-            gemm.activation.point_to(base + self._activation_offset if 0 in self._needs else sources[0])
-            gemm.filter.point_to(base + self._filter_offsets[i] if 1 in self._needs else sources[1])
-            gemm.result.point_to(base + self._result_offset)
-            gemm.set_chain(addresses, scalars)
+            activation = base + self._activation_offset if 0 in self._needs else x
+            filters = base + self._filter_offsets[i] if 1 in self._needs else weight
+            gemm.fill(activation, filters, base + self._result_offset, vectors, scalars)
             if self._guarded:
-                gemm.set_guard(base, i)
-            gemm.launch(stream)
+                gemm.guard(base, i)
         self._pool_params.source = base + self._result_offset
-        self._pool_params.target = y.data_ptr()
-        self._pool(stream)
-        return y
-
-    def stages(self) -> list[tuple[str, KernelRecord]]:
-        """What a call launches, in order (for explain and benchmarks)."""
-        return [(r.family, r) for r in (g.record for g in self._gemms)]
-
-
-def prepare(problem: Problem, plan: Plan, kernels: KernelSet, device: int) -> PreparedCall:
-    """Make a plan ready. Raises InstallationError, CudaError, UnsupportedDeviceError (see KernelSet.get)."""
-    return PreparedCall(problem, plan, kernels, device)
 
 
 def presentable(tensor: Tensor) -> Tensor:
@@ -318,6 +324,3 @@ def presentable(tensor: Tensor) -> Tensor:
     if not tensor.numel() or flat_strides(tensor.shape, tensor.stride()) is not None:
         return tensor
     return tensor.contiguous()
-
-
-__all__: list[Any] = ["PreparedCall", "prepare", "presentable"]

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .launch import PreparedCall, prepare, presentable
+from .launch import PreparedCall, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
 from .problem import (
     DTYPES,
-    Pair,
+    Parameters,
     PoolArguments,
     Problem,
     check_parameters,
     check_sizes,
     check_tensors,
+    conv_allows_tf32,
     conv_size,
     pair,
     pool_size,
@@ -84,7 +85,10 @@ class Operator:
             self._defaults |= {"pool": spec.pool.kernel_size, "pool_stride": None, "pool_padding": 0, "ceil_mode": False}
             self._defaults |= {"count_include_pad": True, "divisor_override": None} if spec.pool.kind == "avg" else {"pool_dilation": 1}
         self._names = frozenset(self._positional) | frozenset(self._defaults)
-        self._normalized: dict[Any, tuple[Any, ...]] = {}
+        self._parameter_names = tuple(n for n in self._defaults if n not in self._positional)
+        #: Raw values of a call -> its parameters, checked; and equal parameters -> one object (see Parameters).
+        self._checked_values: dict[Any, Parameters] = {}
+        self._interned: dict[Any, Parameters] = {}
         self._register()
         self._op = getattr(torch.ops.cutlass_ops, spec.name).default
 
@@ -102,19 +106,46 @@ class Operator:
 
     def __call__(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute; see the class."""
-        result: Tensor = self._op(x, weight, *self._bind(args, kwargs))
+        vectors, scalars, parameters = self._bind(args, kwargs)
+        # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
+        if not torch.compiler.is_compiling() and _is_plain(x, weight, vectors):
+            return self._run(x, weight, vectors, scalars, parameters)
+        result: Tensor = self._op(x, weight, *vectors, *scalars, *parameters.flat(self.spec.pool is not None))
         return result
 
-    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """The operator's arguments after x and weight in the order of its schema."""
-        values = self._defaults | dict(zip(self._positional, args)) | kwargs
-        if len(args) > len(self._positional) or not values.keys() <= self._names or len(values) < len(self._names):
+    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[float], Parameters]:
+        """Vectors, scalars and parameters of a call. Raises TypeError or ValueError for what no tensor could make right."""
+        values = self._defaults.copy()
+        values.update(zip(self._positional, args))
+        values.update(kwargs)
+        fits = len(args) <= len(self._positional) and len(values) == len(self._names) and kwargs.keys() <= self._names
+        if not fits or any(n in kwargs for n in self._positional[: len(args)]):
             self._complain(args, kwargs)
-        scalars = [values[n] for n in self._scalars]
-        for name, value in zip(self._scalars, scalars):
-            if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-                raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-        return [*(values[n] for n in self._vectors), *map(float, scalars), *self._normalize(values), values["precision"]]
+        scalars = []
+        for name in self._scalars:
+            value = values[name]
+            if type(value) is not float:
+                if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+                    raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+                value = float(value)
+            scalars.append(value)
+        return [values[n] for n in self._vectors], scalars, self._parameters(values)
+
+    def _parameters(self, values: dict[str, Any]) -> Parameters:
+        """Stride, padding, dilation, pool and precision, checked once for equal values."""
+        if torch.compiler.is_compiling():
+            return self._check_parameters(values)
+        raw = tuple(map(values.__getitem__, self._parameter_names))
+        try:
+            key = raw, tuple(map(type, raw))  # types, since 1 == True == 1.0
+            known = self._checked_values.get(key)
+        except TypeError:  # an unhashable value, such as a list
+            return self._check_parameters(values)
+        if known is None:
+            known = self._check_parameters(values)
+            if len(self._checked_values) < _CACHED_CALLS:
+                self._checked_values[key] = known
+        return known
 
     def _complain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raise TypeError as Python does for a call that does not fit a signature."""
@@ -123,33 +154,32 @@ class Operator:
         except TypeError as error:
             raise TypeError(f"{self.spec.name}: {error}; expected {inspect.signature(self)}") from None
 
-    def _normalize(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """Stride, padding, dilation and the pool's arguments as the schema wants them, checked once for equal values."""
-        names = [n for n in self._defaults if n not in self._positional and n != "precision"]
-        try:
-            key = tuple((v, type(v)) for v in (tuple(values[n]) if isinstance(values[n], list) else values[n] for n in names))
-            known = self._normalized.get(key)
-        except TypeError:  # an unhashable value; pair() below says what is wrong with it
-            key, known = None, None
-        if known is not None:
-            return known
-        convolution = (pair("stride", values["stride"]), pair("padding", values["padding"]), pair("dilation", values["dilation"]))
-        result: tuple[Any, ...] = tuple(map(list, convolution))
+    def _check_parameters(self, values: dict[str, Any]) -> Parameters:
+        stride, padding, dilation = (pair(n, values[n]) for n in ("stride", "padding", "dilation"))
         pool = None
         if self.spec.pool:
             kernel = pair("pool", values["pool"])
-            stride = kernel if values["pool_stride"] is None else pair("pool_stride", values["pool_stride"])
-            padding, dilation = pair("pool_padding", values["pool_padding"]), pair("pool_dilation", values.get("pool_dilation", 1))
+            pool_stride = kernel if values["pool_stride"] is None else pair("pool_stride", values["pool_stride"])
+            pool_padding = pair("pool_padding", values["pool_padding"])
+            pool_dilation = pair("pool_dilation", values.get("pool_dilation", 1))
             override = values.get("divisor_override")
             if override is not None and (isinstance(override, bool) or not isinstance(override, int)):
                 raise TypeError(f"expected divisor_override to be an int or None, got {override!r}")
             flags = bool(values["ceil_mode"]), bool(values.get("count_include_pad", True))
-            pool = PoolArguments(self.spec.pool.kind, kernel, stride, padding, dilation, *flags, override)
-            result += (list(kernel), list(stride), list(padding), list(dilation), *flags, override)
-        check_parameters(*convolution, pool)
-        if key is not None and len(self._normalized) < _CACHED_CALLS:
-            self._normalized[key] = result
-        return result
+            pool = PoolArguments(self.spec.pool.kind, kernel, pool_stride, pool_padding, pool_dilation, *flags, override)
+        precision = values["precision"]
+        if precision is not None and not isinstance(precision, str):
+            raise TypeError(f"expected precision to be a string or None, got {precision!r}")
+        check_parameters(stride, padding, dilation, pool)
+        return self._intern(Parameters(stride, padding, dilation, pool, precision))
+
+    def _intern(self, parameters: Parameters) -> Parameters:
+        """The one object for these parameters; nothing is kept for symbolic sizes (tracing)."""
+        if torch.compiler.is_compiling():
+            return parameters
+        if len(self._interned) >= _CACHED_CALLS:
+            self._interned.clear()
+        return self._interned.setdefault(parameters.key, parameters)
 
     # ---- registration --------------------------------------------------------------------------------------------
 
@@ -173,74 +203,85 @@ class Operator:
         torch.library.register_fake(qualified, self._fake, lib=_LIBRARY)
         torch.library.register_autograd(qualified, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
 
-    def _split(self, rest: Sequence[Any]) -> _Arguments:
-        """The schema's arguments after x and weight, by what they are."""
+    def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:
+        """Vectors, scalars and parameters from the schema's arguments after x and weight."""
         v, s = len(self._vectors), len(self._scalars)
-        vectors, scalars = rest[:v], rest[v : v + s]
-        stride, padding, dilation = (tuple(p) for p in rest[v + s : v + s + 3])
+        flat = rest[v + s :]
+        stride, padding, dilation = (tuple(p) for p in flat[:3])
         pool = None
         if self.spec.pool:
-            pairs = [tuple(p) for p in rest[v + s + 3 : v + s + 7]]
-            pool = PoolArguments(self.spec.pool.kind, *pairs, *rest[v + s + 7 : v + s + 10])  # type: ignore[arg-type]
-        return _Arguments(vectors, scalars, stride, padding, dilation, pool, rest[-1])
+            pool = PoolArguments(self.spec.pool.kind, *(tuple(p) for p in flat[3:7]), *flat[7:10])  # type: ignore[arg-type]
+        return rest[:v], rest[v : v + s], Parameters(stride, padding, dilation, pool, flat[-1])
 
-    def _checked(self, x: Tensor, weight: Tensor, rest: Sequence[Any]) -> _Arguments:
-        arguments = self._split(rest)
-        check_parameters(arguments.stride, arguments.padding, arguments.dilation, arguments.pool)
-        check_tensors(self.spec, x, weight, arguments.vectors)
-        check_sizes(x, weight, arguments.stride, arguments.padding, arguments.dilation, arguments.pool)
-        return arguments
+    def _check(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters) -> None:
+        """Raise TypeError or ValueError unless a call can be computed."""
+        p = parameters
+        check_parameters(p.stride, p.padding, p.dilation, p.pool)
+        check_tensors(self.spec, x, weight, vectors)
+        check_sizes(x, weight, p.stride, p.padding, p.dilation, p.pool)
 
-    def _reference(self, x: Tensor, weight: Tensor, arguments: _Arguments) -> Tensor:
-        inputs = dict(zip(self._vectors, arguments.vectors)) | dict(zip(self._scalars, arguments.scalars))
-        a = arguments
-        return reference.compute(self.spec, x, weight, inputs, stride=a.stride, padding=a.padding, dilation=a.dilation, pool=a.pool)
+    def _reference(
+        self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
+    ) -> Tensor:
+        """PyTorch's own operators."""
+        inputs = dict(zip(self._vectors, vectors)) | dict(zip(self._scalars, scalars))
+        p = parameters
+        return reference.compute(self.spec, x, weight, inputs, stride=p.stride, padding=p.padding, dilation=p.dilation, pool=p.pool)
 
     def _cpu(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         """The CPU implementation is the reference: PyTorch's own operators."""
-        arguments = self._checked(x, weight, rest)
-        precision_of(x, arguments.precision)
-        return _in_format(self._reference(x, weight, arguments), result_channels_last(x, weight))
+        vectors, scalars, parameters = self._split(rest)
+        self._check(x, weight, vectors, parameters)
+        precision_of(x, parameters.precision)
+        return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
 
     def _fake(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        a = self._checked(x, weight, rest)
-        size = conv_size(x.shape, weight.shape, a.stride, a.padding, a.dilation)
-        size = size if a.pool is None else pool_size(size, a.pool)
+        vectors, _, p = self._split(rest)
+        self._check(x, weight, vectors, p)
+        size = conv_size(x.shape, weight.shape, p.stride, p.padding, p.dilation)
+        size = size if p.pool is None else pool_size(size, p.pool)
         memory_format = torch.channels_last if result_channels_last(x, weight) else torch.contiguous_format
         return torch.empty((x.shape[0], weight.shape[0], *size), dtype=x.dtype, device=x.device, memory_format=memory_format)
 
     def _cuda(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        v = len(self._vectors)
+        vectors, scalars, parameters = self._split(rest)
+        return self._run(x, weight, vectors, scalars, self._intern(parameters))
+
+    # ---- CUDA ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
+    ) -> Tensor:
+        """Compute on a GPU. What depends on shapes, dtypes, strides and parameters alone is done once and kept."""
         forced = getattr(_thread, "plan", None)
-        precision = precision_of(x, rest[-1]) if x.dtype in DTYPES else None
+        precision = parameters.precision
+        if precision is None and x.dtype is torch.float32:
+            precision = "tf32" if conv_allows_tf32() else "ieee"
+        given = tuple([t if t is None else (t.shape, t.dtype, t.device) for t in vectors])
         aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
-        vectors = tuple(t if t is None else (t.shape, t.dtype, t.device) for t in rest[:v])
-        parameters = tuple(tuple(p) if isinstance(p, list) else p for p in rest[v + len(self._scalars) : -1])
-        facts = (x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device)
-        key = (*facts, vectors, parameters, precision, aligned, forced)
+        key = (
+            *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
+            *(given, parameters, precision, aligned, forced),
+        )
         calls: dict[Any, Optional[PreparedCall]] = _thread.__dict__.setdefault(self.spec.name, {})
         try:
             call = calls[key]
         except KeyError:
-            call = self._prepare(x, weight, rest, forced)
+            call = self._prepare(x, weight, vectors, parameters, forced)
             if len(calls) >= _CACHED_CALLS:
                 calls.clear()
             calls[key] = call
         if call is None:  # the plan that calls PyTorch's own operators
-            return self._pytorch(x, weight, rest)
-        inputs = dict(zip(self._vectors, map(_as_vector, rest[:v])))
-        scalars = dict(zip(self._scalars, rest[v:]))
-        return call(presentable(x), presentable(weight), inputs, scalars)
+            with reference.ieee_convolutions() if precision == "ieee" else contextlib.nullcontext():
+                return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
+        return call(presentable(x), presentable(weight), [_as_vector(v) for v in vectors], scalars)
 
-    def _pytorch(self, x: Tensor, weight: Tensor, rest: Sequence[Any]) -> Tensor:
-        arguments = self._split(rest)
-        guard = reference.ieee_convolutions() if arguments.precision == "ieee" else contextlib.nullcontext()
-        with guard:
-            return _in_format(self._reference(x, weight, arguments), result_channels_last(x, weight))
-
-    def _prepare(self, x: Tensor, weight: Tensor, rest: Sequence[Any], forced: Optional[str]) -> Optional[PreparedCall]:
+    def _prepare(
+        self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters, forced: Optional[str]
+    ) -> Optional[PreparedCall]:
         """Check a new combination of arguments, choose its plan, make it ready (None: PyTorch's own operators)."""
-        problem = self.problem(x, weight, self._checked(x, weight, rest))
+        self._check(x, weight, vectors, parameters)
+        problem = self.problem(x, weight, parameters)
         device = x.device.index
         selection = self._select(problem, device_facts(device), forced)
         if selection.plan is None:
@@ -248,27 +289,26 @@ class Operator:
             raise NoPlanError(_describe(problem, selection))
         if not selection.plan.kernels:
             return None
-        return prepare(problem, selection.plan, kernel_set(self.kernels), device)
+        return PreparedCall(problem, selection.plan, kernel_set(self.kernels), device)
 
-    def problem(self, x: Tensor, weight: Tensor, arguments: _Arguments) -> Problem:
+    def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
         """The facts of a call whose arguments have been checked."""
         px, pw = presentable(x), presentable(weight)
-        a = arguments
         aligned = px.device.type != "cuda" or (px.data_ptr() | pw.data_ptr()) % 16 == 0
         return Problem(
-            self.spec.name,
-            DTYPES[x.dtype],
-            precision_of(x, a.precision),
-            tuple(px.shape),  # type: ignore[arg-type]
-            tuple(px.stride()),  # type: ignore[arg-type]
-            tuple(pw.shape),  # type: ignore[arg-type]
-            tuple(pw.stride()),  # type: ignore[arg-type]
-            a.stride,
-            a.padding,
-            a.dilation,
-            a.pool,
-            result_channels_last(x, weight),
-            aligned,
+            operator=self.spec.name,
+            dtype=DTYPES[x.dtype],
+            precision=precision_of(x, parameters.precision),
+            x_shape=tuple(px.shape),  # type: ignore[arg-type]
+            x_strides=tuple(px.stride()),  # type: ignore[arg-type]
+            weight_shape=tuple(pw.shape),  # type: ignore[arg-type]
+            weight_strides=tuple(pw.stride()),  # type: ignore[arg-type]
+            stride=parameters.stride,
+            padding=parameters.padding,
+            dilation=parameters.dilation,
+            pool=parameters.pool,
+            channels_last=result_channels_last(x, weight),
+            aligned=aligned,
         )
 
     def _select(self, problem: Problem, device: DeviceFacts, forced: Optional[str]) -> Selection:
@@ -289,7 +329,7 @@ class Operator:
         with torch.enable_grad():
             needs = zip(saved, ctx.needs_input_grad)
             tensors: list[Any] = [t if t is None else t.detach().requires_grad_(need) for t, need in needs]
-            y = self._reference(tensors[0], tensors[1], self._split([*tensors[2:], *ctx.rest]))
+            y = self._reference(tensors[0], tensors[1], *self._split([*tensors[2:], *ctx.rest]))
             wanted = [t for t in tensors if t is not None and t.requires_grad]
             found = iter(torch.autograd.grad(y, wanted, gradient))
         gradients = [next(found) if t is not None and t.requires_grad else None for t in tensors]
@@ -299,33 +339,28 @@ class Operator:
 
     def explain(self, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
         """Which plan a call would take and why the others would not; see `cutlass_ops.explain`."""
-        arguments = self._checked(x, weight, self._bind(args, kwargs))
-        problem = self.problem(x, weight, arguments)
+        vectors, _, parameters = self._bind(args, kwargs)
+        self._check(x, weight, vectors, parameters)
+        problem = self.problem(x, weight, parameters)
         if device is None and x.device.type != "cuda":
             return f"{_headline(problem)}\n  plan: {x.device.type} reference (PyTorch's own operators; the kernels need a Hopper GPU)"
         facts = device or device_facts(x.device.index)
         return _describe(problem, self._select(problem, facts, getattr(_thread, "plan", None)), facts)
 
 
-class _Arguments:
-    """Arguments of one call after x and weight, by what they are."""
-
-    __slots__ = ("dilation", "padding", "pool", "precision", "scalars", "stride", "vectors")
-
-    def __init__(
-        self,
-        vectors: Sequence[Optional[Tensor]],
-        scalars: Sequence[float],
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        pool: Optional[PoolArguments],
-        precision: Optional[str],
-    ) -> None:
-        self.vectors, self.scalars, self.pool, self.precision = vectors, scalars, pool, precision
-        self.stride: Pair = stride
-        self.padding: Pair = padding
-        self.dilation: Pair = dilation
+def _is_plain(x: Any, weight: Any, vectors: Sequence[Any]) -> bool:
+    """Whether a call is plain eager CUDA work: nothing that the dispatcher serves (autograd, modes, transforms) is on."""
+    tensors = [x, weight, *[v for v in vectors if v is not None]]
+    for t in tensors:
+        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+            return False
+    if not x.is_cuda or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        return False
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 
 
 def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:

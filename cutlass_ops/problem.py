@@ -32,6 +32,30 @@ class PoolArguments:
     divisor_override: Optional[int] = None  # avg only
 
 
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """Parameters of a call beside tensors and scalars. Operators keep one object for equal ones, so identity compares them."""
+
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    pool: Optional[PoolArguments]
+    precision: Optional[str]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes two of them equal."""
+        return self.stride, self.padding, self.dilation, self.pool, self.precision
+
+    def flat(self, pooled: bool) -> list[Any]:
+        """As an operator's schema lists them."""
+        p = self.pool
+        pool: list[Any] = []
+        if pooled and p is not None:
+            pool = [*map(list, (p.kernel_size, p.stride, p.padding, p.dilation)), p.ceil_mode, p.count_include_pad, p.divisor_override]
+        return [list(self.stride), list(self.padding), list(self.dilation), *pool, self.precision]
+
+
 #: No pool: the pooling kernel then only changes the layout.
 NO_POOL = PoolArguments("avg", (1, 1), (1, 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional, Union
@@ -13,6 +14,11 @@ from .problem import Problem
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
 MAX_INDEX = 2**31 - 1
+
+
+#: Below, three launches with TF32 operands take less time than the guarded plan's five and its flag: the latter cost about
+#: 8 us more, in which fp16 operands save less than 2 GFLOP's worth of TF32 rate (400 TFLOP/s; docs/performance.md).
+SMALL_FLOPS = 2_000_000_000
 
 
 class NoPlanError(CutlassOpsError, ValueError):
@@ -83,7 +89,7 @@ def select(
     """Choose a plan. `force` names the only plan to consider (benchmarks and tests)."""
     by_name = {r.name: r for r in records}
     rejected: list[Rejection] = []
-    for name in PLAN_NAMES:
+    for name in _order(problem):
         if force is not None and name != force:
             continue
         candidate = _pytorch(problem) if name == PYTORCH else _two_kernel(name, problem, device, by_name, verified, allow_unverified)
@@ -91,6 +97,15 @@ def select(
             return Selection(candidate, tuple(rejected))
         rejected.append(Rejection(name, candidate))
     return Selection(None, tuple(rejected))
+
+
+def _order(problem: Problem) -> tuple[str, ...]:
+    """Plans from fast to slow by measured times."""
+    p, q = problem.conv_size
+    flops = 2 * problem.x_shape[0] * p * q * math.prod(problem.weight_shape)
+    if flops < SMALL_FLOPS:
+        return tuple(sorted(PLAN_NAMES, key=lambda name: name != "two-kernel-tf32"))
+    return PLAN_NAMES
 
 
 def _pytorch(problem: Problem) -> Union[Plan, str]:
