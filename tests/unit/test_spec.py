@@ -131,7 +131,9 @@ def test_a_signature_that_does_not_say_what_its_arguments_are_is_refused(chain, 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_names_that_every_operator_uses_are_refused(import_source, name):
-    with pytest.raises(ValueError, match=rf"chain: argument '{name}' has a name that every operator already uses \(.*{name}.*\); rename it"):
+    with pytest.raises(
+        ValueError, match=rf"chain: argument '{name}' has a name that every operator already uses \(.*{name}.*\); rename it"
+    ):
         import_source(f"@operator()\ndef chain(accum, {name}=1.0):\n    return accum * {name}\n")
 
 

@@ -1,0 +1,89 @@
+"""Kernel records and problems for tests that need no compiled kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from cutlass_ops.manifest import KernelRecord
+from cutlass_ops.problem import PoolArguments, Problem
+from cutlass_ops.selection import DeviceFacts
+
+H200 = DeviceFacts("H200", (9, 0), 132)
+
+FIELDS = {"activation": 0, "filter": 128, "output": 256, "guard": 384, "guard_value": 392}
+FIELDS |= {name: 396 + 4 * i for i, name in enumerate(("m", "k", "c", "r", "s", "p", "q"))}
+FIELDS |= {f"{name}_{axis}": 424 + 4 * i for i, (name, axis) in enumerate((n, a) for n in ("stride", "padding", "dilation") for a in "hw")}
+
+
+def record(name: str, family: str, variant: tuple[str, ...], **changes) -> KernelRecord:
+    """A record with the sha256 of its name."""
+    values = {
+        "name": name,
+        "family": family,
+        "operator": "",
+        "cubin": f"{name}.cubin",
+        "sha256": hashlib.sha256(name.encode()).hexdigest(),
+        "architecture": "sm_90a",
+        "variant": variant,
+        "threads": 256,
+        "shared_memory": 0,
+        "params_size": 128,
+        "registers": 40,
+        "hgmma": 0,
+    }
+    return KernelRecord(**values | changes)
+
+
+def gemm_record(operator: str, operand: str, **changes) -> KernelRecord:
+    """An implicit GEMM whose chain has a vector v, then a vector bias, then a scalar scale, and one constant."""
+    values = {
+        "operator": operator,
+        "threads": 384,
+        "shared_memory": 200_000,
+        "params_size": 512,
+        "hgmma": 24,
+        "tile": (192, 128, 32 if operand == "tf32" else 64),
+        "stages": 5,
+        "epilogue_tile": (64, 32),
+        "fields": FIELDS,
+        "vectors": {"bias": 456, "v": 464},  # sorted by name, as JSON gives them
+        "scalars": {"scale": 472},
+        "constants": ((476, 0.25),),
+    }
+    return record(f"{operator}_{operand}", "implicit_gemm", (operand,), **values | changes)
+
+
+def all_records(operator: str) -> tuple[KernelRecord, ...]:
+    """Every kernel that an operator can need."""
+    converts = [("f32", "f16"), ("f32", "tf32"), ("f16", "f16"), ("bf16", "bf16")]
+    return (
+        *(gemm_record(operator, operand) for operand in ("f16", "bf16", "tf32")),
+        *(record(f"convert_{a}_{b}", "convert", (a, b), cubin="convert.cubin", params_size=152) for a, b in converts),
+        *(
+            record(f"pool_{kind}_{t}", "pool", (kind, t), cubin="pool.cubin", params_size=88)
+            for kind in ("avg", "max")
+            for t in ("f32", "f16", "bf16")
+        ),
+    )
+
+
+LARGE = Problem(
+    operator="op",
+    dtype="f32",
+    precision="tf32",
+    x_shape=(128, 64, 128, 128),
+    x_strides=(64 * 128 * 128, 128 * 128, 128, 1),
+    weight_shape=(128, 64, 3, 3),
+    weight_strides=(64 * 9, 9, 3, 1),
+    stride=(1, 1),
+    padding=(0, 0),
+    dilation=(1, 1),
+    pool=PoolArguments("avg", (2, 2), (2, 2)),
+    channels_last=False,
+)
+
+
+def problem(**changes) -> Problem:
+    """KernelBench-sized problem, with changes."""
+    return dataclasses.replace(LARGE, **changes)

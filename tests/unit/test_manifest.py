@@ -1,0 +1,182 @@
+"""The manifest: round trip, damage, and the tracked one's offsets."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from cutlass_ops import OPERATORS, InstallationError
+from cutlass_ops.manifest import SCHEMA, KernelRecord, Manifest, read_checks, verified_hashes
+
+from .records import all_records, gemm_record, record
+
+MANIFEST = Manifest(all_records("op"), {"nvcc": "13.0.88"}, {"op_f16": "key"})
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(MANIFEST.dumps())
+    return path
+
+
+def damaged(path, change):
+    data = json.loads(MANIFEST.dumps())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_a_manifest_survives_json(path):
+    loaded = Manifest.load(path)
+    assert sorted(loaded.kernels, key=lambda k: k.name) == sorted(MANIFEST.kernels, key=lambda k: k.name)
+    assert (loaded.provenance, loaded.keys) == (MANIFEST.provenance, MANIFEST.keys)
+    assert loaded.dumps() == MANIFEST.dumps()
+
+
+def test_equal_builds_give_equal_bytes():
+    shuffled = Manifest(MANIFEST.kernels[::-1], MANIFEST.provenance, MANIFEST.keys)
+    assert shuffled.dumps() == MANIFEST.dumps()
+
+
+@pytest.mark.parametrize("kernel", [gemm_record("op", "f16"), record("pool_avg_f32", "pool", ("avg", "f32"))], ids=lambda k: k.name)
+def test_a_record_survives_json_and_omits_defaults(kernel):
+    data = json.loads(json.dumps(kernel.to_json()))
+    assert KernelRecord.from_json(data) == kernel
+    assert ("tile" in data) == (kernel.family == "implicit_gemm")
+
+
+@pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1, str(SCHEMA), None])
+def test_another_schema_is_refused(path, schema):
+    with pytest.raises(
+        InstallationError, match=rf"expected manifest schema {SCHEMA} at .*manifest.json, got {schema!r}; kernels and package"
+    ):
+        Manifest.load(damaged(path, lambda data: data.update(schema=schema)))
+
+
+def test_a_missing_manifest_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(
+        InstallationError, match="expected the kernels' manifest at .*nowhere.json, found none; build the kernels or reinstall"
+    ):
+        Manifest.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "\x00", MANIFEST.dumps()[:-40]])
+def test_text_that_is_no_json_is_refused(path, text):
+    path.write_text(text)
+    with pytest.raises(InstallationError, match="expected a JSON manifest at .*manifest.json, could not read it"):
+        Manifest.load(path)
+
+
+def test_bytes_that_are_no_utf8_are_refused(path):
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(InstallationError, match="expected a JSON manifest at"):
+        Manifest.load(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"text"', "null"])
+def test_json_that_is_no_manifest_is_refused(path, text):
+    path.write_text(text)
+    with pytest.raises(InstallationError, match=f"expected manifest schema {SCHEMA}"):
+        Manifest.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("kernels"),
+        lambda data: data.pop("provenance"),
+        lambda data: data.pop("keys"),
+        lambda data: data["kernels"][0].pop("sha256"),
+        lambda data: data["kernels"][0].update(unknown=1),
+        lambda data: data["kernels"][0].update(constants=[["a", "b"]]),
+        lambda data: data["kernels"][0].update(tile=3),
+        lambda data: data.update(kernels=[3]),
+        lambda data: data.update(kernels=3),
+    ],
+)
+def test_missing_unknown_and_damaged_fields_are_refused(path, change):
+    with pytest.raises(
+        InstallationError, match=r"expected a complete manifest at .*manifest.json, got a damaged one .*; reinstall the wheel"
+    ):
+        Manifest.load(damaged(path, change))
+
+
+# ---- GPU check records -------------------------------------------------------------------------------------------
+
+
+def test_without_a_file_nothing_is_verified(tmp_path):
+    assert read_checks(tmp_path / "gpu_checks.json") == {}
+    assert verified_hashes(tmp_path / "gpu_checks.json") == frozenset()
+
+
+def test_only_passed_checks_verify(tmp_path):
+    path = tmp_path / "gpu_checks.json"
+    checks = {"a": {"passed": True}, "b": {"passed": False}, "c": {}, "d": {"passed": "true"}, "e": {"passed": 1}}
+    path.write_text(json.dumps({"cubins": checks}))
+    assert verified_hashes(path) == {"a"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cubins": 3}', '{"cubins": {"a": 3}}', '{"cubins": {"a": null}}'])
+def test_damaged_check_records_are_refused(tmp_path, text):
+    path = tmp_path / "gpu_checks.json"
+    path.write_text(text)
+    with pytest.raises(InstallationError, match=r"expected GPU check records at .*gpu_checks.json, could not read them .*; reinstall"):
+        verified_hashes(path)
+
+
+# ---- the tracked manifest ----------------------------------------------------------------------------------------
+
+DESCRIPTORS, POINTERS = ("activation", "filter", "output"), ("guard",)
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    from cutlass_ops.loader import shipped_kernels
+
+    return Manifest.load(shipped_kernels() / "manifest.json")
+
+
+def regions(kernel):
+    """(name, first byte, size, alignment) of everything that the loader writes into a kernel's parameter."""
+    for name, offset in kernel.fields.items():
+        size, alignment = (128, 64) if name in DESCRIPTORS else (8, 8) if name in POINTERS else (4, 4)
+        yield name, offset, size, alignment
+    yield from ((name, offset, 8, 8) for name, offset in kernel.vectors.items())
+    yield from ((name, offset, 4, 4) for name, offset in kernel.scalars.items())
+    yield from ((f"constant {value}", offset, 4, 4) for offset, value in kernel.constants)
+
+
+def test_the_tracked_manifest_has_every_operators_kernels(tracked):
+    names = {k.name for k in tracked.kernels}
+    assert names >= {f"{name}_{operand}" for name in OPERATORS for operand in ("f16", "bf16", "tf32")}
+    assert names >= {f"pool_{kind}_{t}" for kind in ("avg", "max") for t in ("f32", "f16", "bf16")}
+    assert names >= {"convert_f32_f16", "convert_f32_tf32", "convert_f16_f16", "convert_bf16_bf16"}
+    assert len(names) == len(tracked.kernels)
+
+
+def test_the_tracked_manifest_is_in_canonical_form(tracked, repository):
+    assert (repository / "generated" / "manifest.json").read_text() == tracked.dumps()
+
+
+def test_tracked_offsets_lie_inside_the_parameter_apart_and_aligned(tracked):
+    for kernel in tracked.kernels:
+        found = sorted(regions(kernel), key=lambda region: region[1])
+        for name, offset, size, alignment in found:
+            assert 0 <= offset <= kernel.params_size - size, (kernel.name, name)
+            assert offset % alignment == 0, (kernel.name, name)
+        for (first, offset, size, _), (second, following, _, _) in itertools.pairwise(found):
+            assert offset + size <= following, (kernel.name, first, second)
+
+
+def test_tracked_records_list_their_operators_arguments(tracked):
+    for kernel in tracked.kernels:
+        if kernel.family == "implicit_gemm":
+            spec = OPERATORS[kernel.operator]
+            assert set(kernel.vectors) == {a.name for a in spec.vectors}
+            assert set(kernel.scalars) == {a.name for a in spec.scalars}
+            assert kernel.tile[:2] == (spec.tile.m, spec.tile.n)
+            assert kernel.hgmma > 0
+        assert kernel.architecture == "sm_90a"
