@@ -58,7 +58,7 @@ def test_another_schema_is_refused(path, schema):
 
 def test_a_missing_manifest_is_named_with_the_remedy(tmp_path):
     with pytest.raises(
-        InstallationError, match="expected the kernels' manifest at .*nowhere.json, found none; build the kernels or reinstall"
+        InstallationError, match=r"expected the kernels' manifest at .*nowhere.json, found none; build the kernels or reinstall"
     ):
         Manifest.load(tmp_path / "nowhere.json")
 
@@ -66,7 +66,7 @@ def test_a_missing_manifest_is_named_with_the_remedy(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "\x00", MANIFEST.dumps()[:-40]])
 def test_text_that_is_no_json_is_refused(path, text):
     path.write_text(text)
-    with pytest.raises(InstallationError, match="expected a JSON manifest at .*manifest.json, could not read it"):
+    with pytest.raises(InstallationError, match=r"expected a JSON manifest at .*manifest.json, could not read it"):
         Manifest.load(path)
 
 
