@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from check_verified import GENERATED, unverified
+from check_verified import GENERATED, REMEDY, unverified
 
 from cutlass_ops.errors import InstallationError
 from cutlass_ops.loader import KernelSet
@@ -18,15 +18,16 @@ from cutlass_ops.loader import KernelSet
 ROOT = GENERATED.parent
 
 
-def unfit(folder: Path) -> list[str]:
-    """Why the kernels of a folder cannot be shipped, a sentence each: missing, other than the manifest says, unverified."""
+def complaint(folder: Path) -> str | None:
+    """Why the kernels of a folder cannot be shipped: missing, other than the manifest says, unverified; None where they can."""
     try:
         kernels = KernelSet(folder)
         for record in kernels.manifest.kernels:
             kernels.image(record)
+        found = unverified(folder)
     except InstallationError as error:
-        return [str(error)]
-    return unverified(folder)
+        return str(error)
+    return f"expected a record in {folder / 'gpu_checks.json'} {REMEDY}; {', '.join(found)} have none" if found else None
 
 
 def commit_time() -> str | None:
@@ -41,9 +42,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for sdist and wheel (default: dist/)")
     options = parser.parse_args()
-    problems = unfit(GENERATED)
-    if problems:
-        print(f"error: {problems[0]}", file=sys.stderr)
+    problem = complaint(GENERATED)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
         return 1
     environment = dict(os.environ)
     if "SOURCE_DATE_EPOCH" not in environment and (time := commit_time()):
