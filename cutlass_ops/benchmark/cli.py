@@ -1,0 +1,86 @@
+"""Command line of scripts/bench.py."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from ..errors import CutlassOpsError
+from .cases import CASES, MAIN, groups
+from .report import dumps, load, render, write_aside
+
+PARTIAL_RUN = "figures not written: a run with --quick, --operator or --trials is no full record; give --out FOLDER to keep it"
+
+
+def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
+    """Parse the arguments."""
+    parser = argparse.ArgumentParser(prog="bench.py", description="Measure every plan beside PyTorch on a Hopper GPU.")
+    parser.add_argument("--operator", nargs="+", choices=sorted(CASES), metavar="NAME", help=f"only these: {', '.join(CASES)}")
+    parser.add_argument("--quick", action="store_true", help="KernelBench's input in fp32 NCHW alone, without max-autotune (problem 46)")
+    parser.add_argument("--trials", type=int, help="timed calls of each competitor (default: 100)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where performance.json and .md go (default: docs/, full runs only)")
+    parser.add_argument("--render", action="store_true", help="make the documents from FOLDER/performance.json; needs no GPU")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
+    options = parser.parse_args(arguments)
+    if options.trials is not None and options.trials < 1:
+        parser.error(f"expected --trials of at least 1, got {options.trials}")
+    return options
+
+
+def command_line(options: argparse.Namespace) -> str:
+    """The command as the record has it: what decides the figures, not where they go."""
+    words = ["python", "scripts/bench.py"]
+    words += ["--quick"] if options.quick else []
+    words += ["--operator", *options.operator] if options.operator else []
+    words += ["--trials", str(options.trials)] if options.trials else []
+    return shlex.join(words)
+
+
+def output_folder(options: argparse.Namespace, root: Path) -> Optional[Path]:
+    """Where the figures go; None for a partial run that names no folder."""
+    if options.out is not None:
+        return Path(options.out)
+    partial = options.quick or options.operator or options.trials
+    return None if partial and not options.render else root / "docs"
+
+
+def run(options: argparse.Namespace, root: Path) -> int:
+    """Measure, print, write; returns the exit code: 1 where a result of ours was refused."""
+    from .probes import environment  # here: --render and --help need no torch machinery
+    from .run import Run, require_gpu
+
+    require_gpu()
+    out = output_folder(options, root)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    path = None if out is None else out / "performance.json"
+    trials = options.trials or 100
+    operators = options.operator or ([MAIN.operator] if options.quick else list(CASES))
+    measured = Run(environment(root, options.commit, command_line(options), trials), trials, path)
+    result = measured.measure(groups(operators, quick=options.quick), processes=1 if options.quick else 3)
+    if out is None or path is None:
+        print(PARTIAL_RUN)
+    else:
+        write_aside(path, dumps(result))
+        print("\n".join(f"wrote {p}" for p in (path, *render(load(path), out, root))))
+    for text in result["refused"]:
+        print(f"error: refused to time {text}", file=sys.stderr)
+    return 1 if result["refused"] else 0
+
+
+def main(root: Path, arguments: Optional[Sequence[str]] = None) -> int:
+    """Run the command; returns the exit code. `root` is the checkout, whose docs/ and README.md hold the figures."""
+    options = parse(arguments)
+    try:
+        if options.render:
+            out = output_folder(options, root) or root / "docs"
+            print("\n".join(f"wrote {p}" for p in render(load(out / "performance.json"), out, root)))
+            return 0
+        return run(options, root)
+    except CutlassOpsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,153 @@
+"""KernelBench's timing protocol on the GPU, competitors interleaved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+WARM_UP = 5
+FLUSH_BYTES = 256 << 20
+HOST_CALLS, HOST_BLOCK = 1000, 100  # a block stays within the GPU's queue of launches, so that the host never waits
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """Something to time. `scope` is entered around each trial, outside what is timed."""
+
+    what: str
+    call: Call
+    plan: Optional[str] = None
+    scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    #: Keeps its result and temporaries in memory of its own, which the allocator's counters do not show.
+    owns_memory: bool = False
+
+
+def summary(ms: Sequence[float]) -> dict[str, float]:
+    """Mean, median, least and standard deviation of trials."""
+    return {
+        "ms_mean": statistics.fmean(ms),
+        "ms_median": statistics.median(ms),
+        "ms_min": min(ms),
+        "ms_std": statistics.pstdev(ms),
+    }
+
+
+def turn(trial: int, count: int) -> list[int]:
+    """Order of the competitors in a trial: round robin, another one first each time, so that none always follows the same."""
+    return [(trial + i) % count for i in range(count)]
+
+
+@functools.cache
+def _flush_buffer() -> Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def one_trial(competitor: Competitor) -> float:
+    """Milliseconds of one call, L2 flushed before."""
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    with competitor.scope():
+        torch.cuda.synchronize()
+        _flush_buffer().fill_(42)
+        start.record()
+        competitor.call()
+        end.record()
+        torch.cuda.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def interleaved(competitors: Sequence[Competitor], trials: int) -> list[list[float]]:
+    """Milliseconds of every trial of every competitor: trial i of all comes before trial i + 1 of any."""
+    times: list[list[float]] = [[] for _ in competitors]
+    for trial in range(-WARM_UP, trials):
+        for i in turn(trial, len(competitors)):
+            ms = one_trial(competitors[i])
+            if trial >= 0:
+                times[i].append(ms)
+    return times
+
+
+def poison(size: int) -> None:
+    """Leave `size` bytes of NaN as the only memory that the allocator has to give: stale right results are gone."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")  # 0xFF.. is NaN in every float format
+
+
+def peak_extra_bytes(competitor: Competitor) -> Optional[int]:
+    """Peak memory of a call beyond what was allocated before (inputs) and its result; None where counters do not show it."""
+    if competitor.owns_memory:
+        return None
+    with competitor.scope():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y: Tensor = competitor.call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size())
+
+
+def limits() -> dict[str, float]:
+    """What the GPU reaches here: copy bandwidth (bytes read + written) and matmul rates, medians of 20."""
+    with _tf32_matmul():
+        tf32 = _matmul_tflops(torch.float32)
+    return {"copy_gbps": _copy_gbps(), "fp16_tflops": _matmul_tflops(torch.float16), "tf32_tflops": tf32}
+
+
+def _copy_gbps() -> float:
+    source = torch.rand(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() * source.element_size() / _median_ms(lambda: target.copy_(source)) / 1e6
+
+
+def _matmul_tflops(dtype: torch.dtype, n: int = 8192) -> float:
+    a, b = torch.randn(2, n, n, device="cuda").to(dtype).unbind()
+    return float(2 * n**3 / _median_ms(lambda: torch.mm(a, b)) / 1e9)
+
+
+def _median_ms(call: Call, trials: int = 20) -> float:
+    (times,) = interleaved([Competitor("", call)], trials)
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def _tf32_matmul() -> Iterator[None]:
+    """Allow TF32 in matrix products; the setting is put back."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def host_times(competitors: Sequence[Competitor]) -> list[dict[str, Any]]:
+    """Host microseconds per call: blocks of calls, competitors interleaved, the GPU drained between blocks."""
+    blocks: list[list[float]] = [[] for _ in competitors]
+    for block in range(-1, HOST_CALLS // HOST_BLOCK):
+        for i in turn(block, len(competitors)):
+            with competitors[i].scope():
+                call = competitors[i].call
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(HOST_BLOCK):
+                    call()
+                us = (time.perf_counter() - start) / HOST_BLOCK * 1e6
+            torch.cuda.synchronize()
+            if block >= 0:
+                blocks[i].append(us)
+    return [
+        {"what": c.what, "us_mean": statistics.fmean(b), "us_median": statistics.median(b), "us_min": min(b), "calls": HOST_CALLS}
+        for c, b in zip(competitors, blocks)
+    ]

@@ -1,0 +1,455 @@
+"""The benchmark's pure parts: what is run, statistics, ratios, the check against float64, tables, documents, command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from cutlass_ops import FusedConv2d
+from cutlass_ops.benchmark import accuracy, adapter, measure, report, rows
+from cutlass_ops.benchmark.cases import (
+    CASES,
+    CUDA_GRAPHS,
+    MAIN,
+    MAX_AUTOTUNE,
+    BenchmarkError,
+    Group,
+    groups,
+    make_input,
+    make_model,
+    operator_arguments,
+)
+from cutlass_ops.benchmark.cli import command_line, main, output_folder, parse
+from cutlass_ops.benchmark.run import OPERATORS, accuracy_row, why_refused
+from cutlass_ops.problem import PoolArguments
+from cutlass_ops.selection import PLAN_NAMES, PYTORCH
+
+from .records import H200, all_records, record
+
+LIMITS = {"copy_gbps": 4000.0, "fp16_tflops": 800.0, "tf32_tflops": 400.0}
+FLOPS, BYTES = 400_000_000_000, 1_000_000_000
+
+
+def row(what, ms, plan=None, **extra):
+    return {
+        **Group(MAIN, 128).facts,
+        "what": what,
+        "plan": plan,
+        "ms_mean": ms,
+        "ms_median": ms,
+        "ms_min": ms,
+        "ms_std": 0.0,
+        **accuracy_row(accuracy.Error(3e-4, 4e-5), accuracy.Error(3e-4, 4e-5), None, True),
+        "peak_extra_mb": 1500.0,
+        **extra,
+    }
+
+
+@pytest.fixture
+def result():
+    found = rows.complete(
+        [
+            row("eager", 5.0),
+            row("torch.compile default", 2.0),
+            row("torch.compile max-autotune", 2.2, peak_extra_mb=None),
+            row("cutlass_ops", 1.0, "two-kernel-f16-guarded", default_plan=True),
+            row("cutlass_ops", 1.6, "two-kernel-tf32", default_plan=False),
+        ],
+        FLOPS,
+        BYTES,
+        LIMITS,
+    )
+    small = {"shape": [1, 64, 128, 128], "plan": "two-kernel-tf32", "default_plan": True}
+    stage = {**Group(MAIN, 128).facts, "plan": "two-kernel-tf32", **measure.summary([0.5]), "idle": False}
+    stages = [
+        stage | {"stage": "convert_f32_tf32"} | rows.stage_figures("convert", "f32", 0.5, FLOPS, BYTES, LIMITS),
+        stage | {"stage": "pool_avg_f32", "idle": True, "tflops": None, "gbps": None, "fraction_of_limit": None},
+    ]
+    environment = {"gpu": "NVIDIA H200", "driver": None, "torch": "2.11.0", "cuda": "13.0", "python": "3.12.3", "date": "2026-01-02"}
+    environment |= {"commit": "0123456789abcdef", "dirty": True, "command": "python scripts/bench.py", "trials": 100}
+    return {
+        "schema": report.SCHEMA,
+        "environment": environment,
+        "limits": LIMITS,
+        "rows": [*found, found[3] | small],
+        "stages": stages,
+        "host": [{"what": "eager module", "us_mean": 50.04, "us_median": 49.0, "us_min": 48.0, "calls": 1000}],
+        "first_call": {"import_ms": 10.0, "first_call_ms": 60.0, "second_call_ms": 1.5, "processes": 3},
+        "not_run": [],
+        "refused": [],
+    }
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------------------
+
+
+def test_problem_46_moves_and_computes_what_the_facts_say():
+    group = Group(MAIN, 128)
+    assert group.shape == (128, 64, 128, 128)
+    assert round(group.flops / 1e9, 1) == 299.6
+    assert round(group.minimum_bytes / 1e6) == 797
+    assert Group(MAIN, 128, torch.float16).minimum_bytes * 2 == group.minimum_bytes
+    assert str(group) == "conv2d_sub_tanh_sub_avgpool, x (128, 64, 128, 128) float32 contiguous"
+
+
+def test_a_full_run_starts_with_the_main_input_and_covers_batches_dtypes_and_layouts():
+    found = groups(list(CASES), quick=False)
+    assert found[0] == Group(MAIN, 128, modes=("default", MAX_AUTOTUNE, CUDA_GRAPHS))
+    assert {g.batch for g in found if g.case is MAIN} == {1, 8, 32, 128}
+    kinds = {(g.dtype, g.channels_last) for g in found if g.case is MAIN}
+    half = {(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)}
+    assert kinds == {(torch.float32, False), (torch.float32, True)} | half
+    assert [g.case.problem for g in found if g.case is not MAIN] == [57, 31]
+    assert all(MAX_AUTOTUNE in g.modes for g in found if g.case is not MAIN)
+    assert len(set(found)) == len(found)
+
+
+def test_a_quick_run_never_autotunes():
+    assert groups([MAIN.operator], quick=True) == [Group(MAIN, 128, modes=("default",))]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_models_compute_what_the_operators_do(name, channels_last):
+    case = CASES[name]
+    group = Group(case, 2, torch.float64, channels_last)
+    model, x = make_model(group, "cpu"), make_input(group, "cpu")[..., :12, :10]
+    operator = OPERATORS[name]
+    y = operator(x, model.conv.weight, **operator_arguments(case, model))
+    torch.testing.assert_close(y, model(x), rtol=0, atol=1e-12)
+    assert x.min() >= 0
+    assert x.max() < 1
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_output_elements_are_those_of_the_models():
+    for case in CASES.values():
+        with torch.device("meta"):
+            group = Group(case, 3)
+            assert make_model(group, "meta")(make_input(group, "meta")).numel() == group.output_elements
+
+
+def test_the_module_loads_the_models_state():
+    module = FusedConv2d(OPERATORS[MAIN.operator], 8, 8, 3)
+    module.load_state_dict(MAIN.model(8, 8).state_dict())
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """Selection as on an H200 with every kernel built and verified."""
+
+    class Kernels:
+        records = {r.name: r for r in all_records(MAIN.operator)}  # noqa: RUF012
+        verified = frozenset(r.sha256 for r in records.values())
+
+    monkeypatch.setattr(adapter, "device_facts", lambda device: H200)
+    monkeypatch.setattr(adapter, "kernel_set", lambda folder: Kernels)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels_last", "expected"),
+    [
+        (torch.float32, False, {"two-kernel-f16-guarded", "two-kernel-tf32"}),
+        (torch.float32, True, {"two-kernel-f16-guarded", "two-kernel-tf32"}),
+        (torch.float16, True, {"two-kernel-f16"}),
+        (torch.bfloat16, True, {"two-kernel-bf16"}),
+    ],
+)
+def test_selection_says_which_plans_serve_a_group(on_h200, dtype, channels_last, expected):
+    group = Group(MAIN, 128, dtype, channels_last)
+    with torch.device("meta"):
+        model, x = make_model(group, "meta"), make_input(group, "meta")
+    operator = OPERATORS[MAIN.operator]
+    problem = adapter.problem_of(operator, x, model.conv.weight, operator_arguments(MAIN, model))
+    assert problem.pool == PoolArguments("avg", (2, 2), (2, 2))
+    assert problem.channels_last == channels_last
+    serving, rejected = adapter.candidates(operator, problem, 0)
+    plans = [plan.name for plan in serving]
+    assert expected <= set(plans)
+    assert {*plans, *(r.name for r in rejected), PYTORCH} == set(PLAN_NAMES)
+    assert PYTORCH not in plans
+    assert adapter.selection(operator, problem, 0).plan.name in plans
+
+
+def test_the_tf32_fallback_of_a_guarded_plan_is_idle_and_has_its_bytes(on_h200):
+    group = Group(MAIN, 128)
+    with torch.device("meta"):
+        model, x = make_model(group, "meta"), make_input(group, "meta")
+    operator = OPERATORS[MAIN.operator]
+    problem = adapter.problem_of(operator, x, model.conv.weight, {})
+    records = adapter.kernel_set(operator.kernels).records
+    idle = {}
+    for plan in adapter.candidates(operator, problem, 0)[0]:
+        chosen = [records[name] for name in plan.kernels]
+        idle[plan.name] = [r.name for r, is_idle in zip(chosen, adapter.idle_launches(chosen)) if is_idle]
+    name = MAIN.operator
+    assert idle["two-kernel-f16-guarded"] == ["convert_f32_tf32", f"{name}_tf32"]
+    assert idle["two-kernel-tf32"] == []
+    fused = [record("pack_f32_f16", "pack", ("f32", "f16")), record("fused", "fused", ("f16", "avg"))]
+    fallback = [records[k] for k in ("convert_f32_tf32", f"{name}_tf32", "pool_avg_f32")]
+    assert adapter.idle_launches([*fused, *fallback]) == [False, False, True, True, True]
+    assert adapter.stage_bytes(fused[0], problem) == 0
+    assert adapter.stage_bytes(fused[1], problem) == group.minimum_bytes
+
+    def moved(kernel):
+        return adapter.stage_bytes(records[kernel], problem)
+
+    x_bytes, between, y_bytes = 128 * 64 * 128**2 * 4, 128 * 126**2 * 128 * 4, 128 * 128 * 63**2 * 4
+    assert moved("convert_f32_f16") == x_bytes * 3 // 2
+    assert moved("convert_f32_tf32") == x_bytes * 2
+    assert moved(f"{name}_f16") == x_bytes // 2 + between
+    assert moved("pool_avg_f32") == between + y_bytes
+
+
+# ---- protocol and figures ------------------------------------------------------------------------------------------------
+
+
+def test_summary():
+    found = measure.summary([1.0, 2.0, 6.0])
+    assert (found["ms_mean"], found["ms_median"], found["ms_min"]) == (3.0, 2.0, 1.0)
+    assert found["ms_std"] == pytest.approx(math.sqrt(14 / 3))
+
+
+def test_trials_interleave_and_each_competitor_comes_first_in_turn(monkeypatch):
+    seen = []
+    monkeypatch.setattr(measure, "one_trial", lambda competitor: seen.append(competitor.what) or float(len(seen)))
+    competitors = [measure.Competitor(what, lambda: None) for what in "abc"]
+    times = measure.interleaved(competitors, 4)
+    assert [len(t) for t in times] == [4, 4, 4]
+    rounds = ["".join(seen[i : i + 3]) for i in range(0, len(seen), 3)]
+    assert len(rounds) == measure.WARM_UP + 4
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert rounds[measure.WARM_UP :] == ["abc", "bca", "cab", "abc"]
+
+
+def test_rates_ratios_and_the_fraction_of_the_limit():
+    eager, compiled, ours = rows.complete(
+        [row("eager", 5.0), row("torch.compile default", 2.0), row("cutlass_ops", 1.0, "p")], FLOPS, BYTES, LIMITS
+    )
+    assert ours["tflops"] == pytest.approx(400)
+    assert ours["gbps"] == pytest.approx(1000)
+    assert (ours["ratio_compile"], ours["ratio_eager"]) == (2.0, 5.0)
+    assert (compiled["ratio_compile"], eager["ratio_compile"]) == (1.0, 0.4)
+    assert ours["ratio_compile_to"] == "torch.compile default"
+    assert ours["fraction_of_limit"] == pytest.approx(0.5)  # 400 GFLOP at 800 TFLOP/s; 1 GB at 4 TB/s takes half as long
+    assert rows.limit_ms(1, BYTES, LIMITS) == pytest.approx(0.25)
+
+
+def test_ratios_to_what_was_not_run_are_absent():
+    (only,) = rows.complete([row("cutlass_ops", 1.0, "p")], FLOPS, BYTES, LIMITS)
+    assert only["ratio_compile"] is only["ratio_eager"] is only["ratio_compile_to"] is None
+
+
+def test_a_stage_is_held_to_the_limit_of_its_own_operands():
+    assert rows.stage_figures("implicit_gemm", "tf32", 1.0, FLOPS, BYTES, LIMITS)["fraction_of_limit"] == pytest.approx(1.0)
+    assert rows.stage_figures("implicit_gemm", "f16", 1.0, FLOPS, BYTES, LIMITS)["fraction_of_limit"] == pytest.approx(0.5)
+    assert rows.stage_figures("pool", "avg", 0.5, FLOPS, BYTES, LIMITS) == {"tflops": None, "gbps": 2000.0, "fraction_of_limit": 0.5}
+    assert rows.stage_figures("pack", "f32", 0.5, FLOPS, 0, LIMITS)["gbps"] is None
+
+
+def test_rounded_keeps_six_digits_and_all_else():
+    assert rows.rounded({"a": [1.23456789, 3], "b": None, "c": True, "d": "x"}) == {"a": [1.23457, 3], "b": None, "c": True, "d": "x"}
+
+
+# ---- accuracy ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 1, 2, 3, 4]), (128, [0, 1, 2, 3, 126, 127])])
+def test_checked_images(batch, expected):
+    assert accuracy.checked_images(batch) == expected
+
+
+def test_round_to_tf32_is_to_nearest_even_with_10_bits():
+    ulp = 2.0**-10
+    values = torch.tensor([1.0, 1 + ulp, 1 + 0.49 * ulp, 1 + 0.51 * ulp, 1 + 0.5 * ulp, 1 + 1.5 * ulp, -1 - 0.51 * ulp, 0.0])
+    expected = torch.tensor([1.0, 1 + ulp, 1.0, 1 + ulp, 1.0, 1 + 2 * ulp, -1 - ulp, 0.0])
+    assert torch.equal(accuracy.round_to_tf32(values), expected)
+
+
+def test_errors_against_float64():
+    group = Group(MAIN, 7)
+    model, x = make_model(group, "cpu"), make_input(group, "cpu")[..., :16, :16]
+    expected = accuracy.float64_result(model, x)
+    exact = accuracy.error_of(model(x), expected)
+    tf32 = accuracy.tf32_error(model, x, expected)
+    assert exact.mean < exact.max < 1e-5 < tf32.mean < tf32.max < 1e-3
+    assert model.conv.weight.dtype is torch.float32  # the model is left as it was
+
+    y = model(x)
+    y[6, 0, 0, 0] += 1
+    assert accuracy.error_of(y, expected).max == pytest.approx(1, abs=1e-4)
+    y[0, 0, 0, 0] = math.nan
+    assert not accuracy.within(accuracy.error_of(y, expected), accuracy.Error(2.0, 2.0))
+
+
+def test_allowed_error_is_that_of_eager_unless_eager_did_not_use_tf32():
+    tf32 = accuracy.Error(3e-4, 4e-5)
+    assert accuracy.allowed_error(accuracy.Error(1e-3, 1e-4), None).max == pytest.approx(1.05e-3)
+    assert accuracy.allowed_error(accuracy.Error(2.9e-4, 3.9e-5), tf32).max == pytest.approx(1.05 * 2.9e-4)
+    assert accuracy.allowed_error(accuracy.Error(6e-7, 5e-8), tf32) == accuracy.Error(1.05 * 3e-4, 1.05 * 4e-5)
+
+
+def test_a_wrong_result_is_refused_with_what_was_expected():
+    ours, peer = measure.Competitor("cutlass_ops", lambda: None, "p"), measure.Competitor("torch.compile default", lambda: None)
+    allowed = accuracy.Error(1e-3, 1e-4)
+    assert why_refused(ours, allowed, allowed) is None
+    assert "expected at most max 1.000e-03" in why_refused(ours, accuracy.Error(1.1e-3, 1e-5), allowed)
+    assert why_refused(ours, accuracy.Error(1e-4, 1.1e-4), allowed)
+    assert why_refused(peer, accuracy.Error(1.0, 1.0), allowed) is None
+    assert "finite" in why_refused(peer, accuracy.Error(math.nan, math.nan), allowed)
+
+
+# ---- tables and documents ------------------------------------------------------------------------------------------------
+
+
+def test_tables_as_text_and_markdown():
+    table = report.Table("title", ("", "ms"), (("a", "1.0"), ("long|name", "10.0")))
+    assert report.plain(table) == "title\n             ms\na           1.0\nlong|name  10.0"
+    assert report.markdown(table) == "**title**\n\n|  | ms |\n| --- | ---: |\n| a | 1.0 |\n| long\\|name | 10.0 |"
+
+
+def test_every_figure_is_in_the_measured_part(result):
+    text = report.measured(result)
+    assert "NVIDIA H200, driver unknown, PyTorch 2.11.0 (CUDA 13.0), Python 3.12.3" in text
+    assert "commit 0123456789ab with changes, `python scripts/bench.py`, 100 trials." in text
+    assert "copy 4000 GB/s" in text
+    for group in report.grouped(result["rows"]):
+        assert report.input_name(group[0]) in text
+    ours = next(line for line in text.splitlines() if line.startswith("| cutlass_ops two-kernel-f16-guarded (default) |"))
+    assert "| 1.0000 |" in ours
+    assert "| 2.00 | 5.00 | 50.0% | 3.00e-04 | 4.00e-05 | 1500 | yes |" in ours
+    assert "| pool_avg_f32 (idle) |" in text
+    assert "| sum | 1.0000 |" in text
+    assert "| eager module | 50.0 | 49.0 | 48.0 |" in text
+    assert "| first call | 60.00 |" in text
+
+
+def test_what_was_not_timed_is_said(result):
+    text = report.measured(result | {"refused": ["p: too wrong"], "not_run": ["q: did not compile"]})
+    assert "Not timed: p: too wrong" in text
+    assert "Not timed: q: did not compile" in text
+
+
+def test_figures_show_the_problems_own_size_and_the_plan_that_a_call_takes(result):
+    text = report.figures(result)
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    assert lines == ["| `conv2d_sub_tanh_sub_avgpool` | 5.000 | 2.000 | **1.000** | 1.600 | 2.00 | 50% |"]
+    assert "| ms | PyTorch eager | torch.compile | cutlass_ops two-kernel-f16-guarded | cutlass_ops two-kernel-tf32 |" in text
+
+
+def test_a_partial_record_renders(result):
+    result |= {"stages": [], "host": [], "first_call": {}, "rows": rows.complete([row("eager", 5.0)], FLOPS, BYTES, LIMITS)}
+    assert "| eager | 5.0000 |" in report.measured(result)
+    assert "| `conv2d_sub_tanh_sub_avgpool` | 5.000 | - | - | - |" in report.figures(result)
+
+
+def test_replace_region_replaces_that_and_nothing_else():
+    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\nkept\n<!-- /y -->\n"
+    once = report.replace_region(text, "x", "new\n")
+    assert once == "a\n<!-- x -->\nnew\n<!-- /x -->\nb\n<!-- y -->\nkept\n<!-- /y -->\n"
+    assert report.replace_region(once, "x", "new") == once
+
+
+@pytest.mark.parametrize("text", ["", "<!-- x -->", "<!-- /x --> <!-- x -->", "<!-- x --><!-- /x --><!-- x --><!-- /x -->"])
+def test_replace_region_needs_exactly_one(text):
+    with pytest.raises(BenchmarkError, match="expected one region <!-- x -->"):
+        report.replace_region(text, "x", "new")
+
+
+def checkout(root: Path, result) -> Path:
+    (root / "docs").mkdir()
+    (root / "docs" / "performance.json").write_text(report.dumps(result))
+    (root / "docs" / "performance.md").write_text("by hand\n<!-- measured -->\n<!-- /measured -->\nkept\n")
+    (root / "README.md").write_text("# Name\n<!-- figures -->\n<!-- /figures -->\nend\n")
+    return root
+
+
+def test_render_fills_both_documents_without_a_gpu(tmp_path, result, capsys):
+    root = checkout(tmp_path, result)
+    assert main(root, ["--render"]) == 0
+    page, readme = (root / "docs" / "performance.md").read_text(), (root / "README.md").read_text()
+    assert page.startswith("by hand\n<!-- measured -->\nNVIDIA H200")
+    assert page.endswith("<!-- /measured -->\nkept\n")
+    assert "`conv2d_sub_tanh_sub_avgpool`" in readme
+    assert capsys.readouterr().out.splitlines() == [f"wrote {root / 'docs' / 'performance.md'}", f"wrote {root / 'README.md'}"]
+    assert main(root, ["--render"]) == 0
+    assert (page, readme) == ((root / "docs" / "performance.md").read_text(), (root / "README.md").read_text())
+    assert not list(root.rglob("*.partial"))
+
+
+def test_render_elsewhere_takes_the_frame_and_leaves_the_readme(tmp_path, result):
+    root = checkout(tmp_path, result)
+    out = tmp_path / "elsewhere"
+    out.mkdir()
+    (out / "performance.json").write_text(report.dumps(result))
+    before = (root / "README.md").read_text()
+    assert main(root, ["--render", "--out", str(out)]) == 0
+    assert "NVIDIA H200" in (out / "performance.md").read_text()
+    assert (root / "README.md").read_text() == before
+
+
+def test_render_changes_nothing_where_a_region_is_missing(tmp_path, result, capsys):
+    root = checkout(tmp_path, result)
+    (root / "README.md").write_text("# Name\n")
+    before = (root / "docs" / "performance.md").read_text()
+    assert main(root, ["--render"]) == 1
+    assert "README.md: expected one region <!-- figures -->" in capsys.readouterr().err
+    assert (root / "docs" / "performance.md").read_text() == before
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"schema": 0}'])
+def test_render_needs_figures_of_this_schema(tmp_path, text, capsys):
+    (tmp_path / "docs").mkdir()
+    if text is not None:
+        (tmp_path / "docs" / "performance.json").write_text(text)
+    assert main(tmp_path, ["--render"]) == 1
+    assert capsys.readouterr().err.startswith("error: expected ")
+
+
+def test_the_record_survives_json(result):
+    assert json.loads(report.dumps(result))["rows"][0]["what"] == "eager"
+
+
+def test_this_repositorys_documents_have_their_regions():
+    root = Path(__file__).resolve().parents[2]
+    report.replace_region((root / "docs" / "performance.md").read_text(), "measured", "x")
+    report.replace_region((root / "README.md").read_text(), "figures", "x")
+
+
+# ---- command line --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(tmp_path, []) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: expected a Hopper GPU (compute capability 9.0), PyTorch finds no CUDA device; run it on")
+    assert message.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_run_goes_to_docs_and_a_partial_one_only_where_it_is_told(tmp_path):
+    assert output_folder(parse([]), tmp_path) == tmp_path / "docs"
+    for partial in (["--quick"], ["--trials", "5"], ["--operator", MAIN.operator]):
+        assert output_folder(parse(partial), tmp_path) is None
+        assert output_folder(parse([*partial, "--out", "here"]), tmp_path) == Path("here")
+
+
+def test_the_recorded_command_names_no_folder():
+    options = parse(["--quick", "--operator", MAIN.operator, "--trials", "7", "--out", "/some/where", "--commit", "abc"])
+    assert command_line(options) == f"python scripts/bench.py --quick --operator {MAIN.operator} --trials 7"
+
+
+@pytest.mark.parametrize("arguments", [["--operator", "no_such"], ["--trials", "0"], ["--what"]])
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(arguments)
+    assert exit_info.value.code == 2
+    assert "error: " in capsys.readouterr().err
