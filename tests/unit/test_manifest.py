@@ -129,7 +129,8 @@ def test_damaged_check_records_are_refused(tmp_path, text):
 
 # ---- the tracked manifest ----------------------------------------------------------------------------------------
 
-DESCRIPTORS, POINTERS = ("activation", "filter", "output"), ("guard",)
+DESCRIPTORS = {"implicit_gemm": ("activation", "filter", "output"), "fused": ("input",)}
+POINTERS = {"implicit_gemm": ("guard",), "fused": ("weights", "scales", "output", "flag")}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,8 @@ def tracked():
 def regions(kernel):
     """(name, first byte, size, alignment) of everything that the loader writes into a kernel's parameter."""
     for name, offset in kernel.fields.items():
-        size, alignment = (128, 64) if name in DESCRIPTORS else (8, 8) if name in POINTERS else (4, 4)
+        is_descriptor, is_pointer = (name in names[kernel.family] for names in (DESCRIPTORS, POINTERS))
+        size, alignment = (128, 64) if is_descriptor else (8, 8) if is_pointer else (4, 4)
         yield name, offset, size, alignment
     yield from ((name, offset, 8, 8) for name, offset in kernel.vectors.items())
     yield from ((name, offset, 4, 4) for name, offset in kernel.scalars.items())

@@ -1,0 +1,276 @@
+"""The build: reproducible, incremental, safe to kill, and able to tell that its results were tampered with.
+
+What needs a real compiler is compiled once more; the other tests use an nvcc that hands out the cubins of that one real
+build (renamed where an operator has another name), so that they test the build's logic in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cutlass_ops.codegen import build, cli, source
+from cutlass_ops.codegen.toolchain import Toolchain
+from cutlass_ops.errors import BuildError
+from cutlass_ops.manifest import Manifest
+
+from .conftest import TINY
+
+pytestmark = pytest.mark.usefixtures("only_f16")
+
+FAKE_NVCC = """\
+#!{python}
+import json, pathlib, sys
+built = pathlib.Path({built!r})
+name = sys.argv[-1].removesuffix(".cubin")
+calls = pathlib.Path({calls!r})
+calls.write_text(calls.read_text() + name + "\\n")
+real = name if (built / "cubins" / (name + ".cubin")).exists() else "tiny_f16"
+data = (built / "cubins" / (real + ".cubin")).read_bytes().replace(real.encode(), name.encode())
+pathlib.Path(name + ".cubin").write_bytes(data)
+for kernel in json.loads((built / "manifest.json").read_text())["kernels"]:
+    if kernel["cubin"] == real + ".cubin":
+        print("Compiling entry function '" + kernel["name"].replace(real, name) + "' for 'sm_90a'")
+        print("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads")
+        print("Used", kernel["registers"], "registers")
+"""
+
+
+@dataclass
+class Fake:
+    """A toolchain whose nvcc copies; `calls` are the kernels that it was asked to compile."""
+
+    toolchain: Toolchain
+    log: Path
+
+    def take_calls(self):
+        calls = self.log.read_text().split()
+        self.log.write_text("")
+        return sorted(calls)
+
+
+@pytest.fixture
+def fake(built, toolchain, tmp_path):
+    home, log = tmp_path / "toolkit", tmp_path / "calls"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").write_text(FAKE_NVCC.format(python=sys.executable, built=str(built.out), calls=str(log)))
+    (home / "bin" / "nvcc").chmod(0o755)
+    (home / "bin" / "cuobjdump").symlink_to(toolchain.home / "bin" / "cuobjdump")
+    log.touch()
+    return Fake(Toolchain(home, toolchain.version), log)
+
+
+def run(fake, spec, out):
+    return build.build(cli.load_specs(spec), out, fake.toolchain, jobs=1)
+
+
+@pytest.fixture
+def ready(built, tmp_path):
+    """A folder that is up to date and may be written to."""
+    return Path(shutil.copytree(built.out, tmp_path / "out"))
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def hashes(folder):
+    return {name: hashlib.sha256(data).hexdigest() for name, data in contents(folder).items()}
+
+
+# ---- real compilations -------------------------------------------------------------------------------------------
+
+
+def test_a_build_gives_sealed_sources_cubins_and_a_manifest(built):
+    names = {"tiny_f16", *build.SHARED_KERNELS}
+    assert set(contents(built.out)) == {"manifest.json", "tiny_f16.cu", *(f"cubins/{n}.cubin" for n in names)}
+    assert source.is_sealed((built.out / "tiny_f16.cu").read_text())
+    record = next(k for k in built.manifest.kernels if k.name == "tiny_f16")
+    assert (record.family, record.operator, record.variant) == ("implicit_gemm", "tiny", ("f16",))
+    assert record.tile == (64, 8, 64)
+    assert set(record.vectors) == {"bias"}
+    assert set(record.scalars) == {"scale"}
+    assert record.hgmma > 0
+    for kernel in built.manifest.kernels:
+        assert kernel.sha256 == hashlib.sha256((built.out / "cubins" / kernel.cubin).read_bytes()).hexdigest()
+
+
+KILLABLE = """
+import sys
+from cutlass_ops.codegen import cli, cutlass_api
+cutlass_api.OPERANDS = {"f16": cutlass_api.OPERANDS["f16"]}
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_build_is_completed_and_equals_one_in_another_folder(built, repository, tmp_path):
+    out, temporary = tmp_path / "elsewhere" / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-c", KILLABLE, "--spec", built.spec, "--out", out, "--jobs", "4"]
+    environment = os.environ | {"PYTHONPATH": str(repository), "TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (out / "cubins" / "pool.cubin").exists():
+        assert process.poll() is None, "the build ended before its first cubin"
+        assert time.monotonic() < deadline, "no cubin after two minutes"
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)  # the build and its compilers
+    process.wait()
+    assert not (out / "manifest.json").exists()
+    expected = contents(built.out)
+    for name, data in contents(out).items():  # whole files, or leftovers under a name that nothing reads
+        assert expected.get(name, data) == data
+        assert name in expected or Path(name).name.startswith(".")
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert hashes(out) == hashes(built.out)
+
+
+# ---- the build's logic -------------------------------------------------------------------------------------------
+
+
+def test_the_fake_compilers_build_is_the_real_one(fake, built, tmp_path):
+    run(fake, built.spec, tmp_path / "new")
+    assert fake.take_calls() == sorted(["tiny_f16", *build.SHARED_KERNELS])
+    assert hashes(tmp_path / "new") == hashes(built.out)
+
+
+def test_a_second_build_does_nothing(ready, fake, built):
+    before = {p: p.stat().st_mtime_ns for p in ready.rglob("*") if p.is_file()}
+    report = run(fake, built.spec, ready)
+    assert report.built == ()
+    assert set(report.reused) == {"tiny_f16", *build.SHARED_KERNELS}
+    assert fake.take_calls() == []
+    assert {p: p.stat().st_mtime_ns for p in ready.rglob("*") if p.is_file()} == before
+
+
+TWO = TINY + TINY.split("\n\n", 1)[1].replace("def tiny(", "def tinb(")
+
+
+def test_a_changed_spec_rebuilds_only_itself(ready, fake, tmp_path):
+    specs = tmp_path / "two.py"
+    specs.write_text(TWO)
+    assert run(fake, specs, ready).built == ("tinb_f16",)
+    assert fake.take_calls() == ["tinb_f16"]
+    specs.write_text(TWO.replace("(accum + bias) * scale", "(accum - bias) * scale", 1))
+    assert run(fake, specs, ready).built == ("tiny_f16",)
+    assert fake.take_calls() == ["tiny_f16"]
+    assert "cutlass::minus" in (ready / "tiny_f16.cu").read_text()
+    assert "cutlass::minus" not in (ready / "tinb_f16.cu").read_text()
+
+
+@pytest.mark.parametrize("change", [("Tile(64, 8)", "Tile(64, 16)"), ("scale: float", "factor: float"), ("* scale", "* 3 * scale")])
+def test_tile_names_and_chain_are_part_of_a_kernels_key(built, toolchain, tmp_path, change):
+    specs = tmp_path / "changed.py"
+    text = TINY.replace(*change).replace("* scale", "* factor") if "factor" in change[1] else TINY.replace(*change)
+    specs.write_text(text)
+    keys = [{u.name: u.key for u in build.plan_units(cli.load_specs(s), toolchain)} for s in (built.spec, specs)]
+    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"tiny_f16"}
+
+
+def test_another_compiler_is_part_of_every_key(built, toolchain):
+    specs = cli.load_specs(built.spec)
+    keys = [{u.name: u.key for u in build.plan_units(specs, t)} for t in (toolchain, Toolchain(toolchain.home, "13.0.1"))]
+    assert all(keys[0][name] != keys[1][name] for name in keys[0])
+
+
+def test_a_removed_operator_is_swept(ready, fake, built, tmp_path):
+    specs = tmp_path / "two.py"
+    specs.write_text(TWO)
+    run(fake, specs, ready)
+    assert (ready / "tinb_f16.cu").exists()
+    run(fake, built.spec, ready)
+    assert hashes(ready) == hashes(built.out)
+
+
+@pytest.mark.parametrize("name", ["tiny_f16.cu", "cubins/tiny_f16.cubin", "cubins/pool.cubin"])
+@pytest.mark.parametrize("damage", ["changed", "removed"])
+def test_a_damaged_file_is_built_again(ready, fake, built, name, damage):
+    path = ready / name
+    path.write_bytes(path.read_bytes() + b" ") if damage == "changed" else path.unlink()
+    assert run(fake, built.spec, ready).built == (path.stem,)
+    assert hashes(ready) == hashes(built.out)
+
+
+@pytest.mark.parametrize("text", ["", "{}", None])
+def test_a_damaged_manifest_is_built_again(ready, fake, built, text):
+    (ready / "manifest.json").unlink() if text is None else (ready / "manifest.json").write_text(text)
+    run(fake, built.spec, ready)
+    assert hashes(ready) == hashes(built.out)
+
+
+def test_a_kernel_without_tensor_core_instructions_is_refused(fake, built, tmp_path):
+    tool = fake.toolchain.home / "bin" / "cuobjdump"
+    tool.unlink()
+    tool.write_text("#!/bin/sh\necho FFMA\n")
+    tool.chmod(0o755)
+    with pytest.raises(BuildError, match=r"tiny_f16: expected wgmma instructions \(HGMMA\) in the SASS, found none"):
+        run(fake, built.spec, tmp_path / "out")
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out" / "tiny_f16.cu").exists()
+
+
+# ---- drift -------------------------------------------------------------------------------------------------------
+
+
+def test_check_finds_no_drift_in_a_fresh_build_and_changes_nothing(ready, fake, built):
+    before = contents(ready)
+    assert build.check(cli.load_specs(built.spec), ready, fake.toolchain) == []
+    assert contents(ready) == before
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_check_names_every_difference(ready, fake, built):
+    flip(ready / "tiny_f16.cu")
+    flip(ready / "cubins" / "tiny_f16.cubin")
+    (ready / "manifest.json").write_text("{}")
+    (ready / "cubins" / "pool.cubin").unlink()
+    (ready / "stray.cu").touch()
+    before = contents(ready)
+    assert sorted(build.check(cli.load_specs(built.spec), ready, fake.toolchain)) == [
+        f"{ready}/cubins/pool.cubin is missing",
+        f"{ready}/cubins/tiny_f16.cubin differs from a fresh build",
+        f"{ready}/manifest.json differs from a fresh build",
+        f"{ready}/stray.cu belongs to no operator",
+        f"{ready}/tiny_f16.cu differs from a fresh build",
+    ]
+    assert contents(ready) == before
+
+
+def test_check_names_a_stray_cubin(ready, fake, built):
+    (ready / "cubins" / "stray.cubin").touch()
+    (problem,) = build.check(cli.load_specs(built.spec), ready, fake.toolchain)
+    assert problem == f"{ready}/cubins/stray.cubin belongs to no operator"
+
+
+def test_the_command_line_prints_drift_and_ends_with_code_1(ready, fake, built, capsys, monkeypatch):
+    monkeypatch.setattr("cutlass_ops.codegen.toolchain.find", lambda nvcc: fake.toolchain)
+    arguments = ["--spec", str(built.spec), "--out", str(ready), "--check"]
+    assert cli.main(arguments) == 0
+    assert f"{ready}: no drift (" in capsys.readouterr().out
+    flip(ready / "tiny_f16.cu")
+    assert cli.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"drift: {ready}/tiny_f16.cu differs from a fresh build\n"
+    assert f"{ready}: 1 differences; run scripts/build_kernels.py (" in captured.out
+
+
+def test_the_tracked_sources_are_sealed_and_belong_to_the_tracked_manifest(repository):
+    generated = repository / "generated"
+    sources = {p.stem: p.read_text() for p in generated.glob("*.cu")}
+    assert all(source.is_sealed(text) for text in sources.values())
+    operators = {k.name for k in Manifest.load(generated / "manifest.json").kernels if k.operator}
+    assert set(sources) == operators
