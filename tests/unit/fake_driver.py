@@ -50,7 +50,7 @@ class FakeDriver:
         self.limits: dict[str, int] = {}  # dynamic shared memory allowed, by kernel
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("CUtensorMap") or name.startswith("CUfunction") or name in ("CUresult", "CUlaunchAttributeID"):
+        if name.startswith(("CUtensorMap", "CUfunction")) or name in ("CUresult", "CUlaunchAttributeID"):
             return _Names()
         if name in ("CUlaunchConfig", "CUlaunchAttribute"):
             return lambda: SimpleNamespace(value=SimpleNamespace())

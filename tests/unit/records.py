@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 
+from cutlass_ops.launch import ConvertParams, PoolParams
 from cutlass_ops.manifest import KernelRecord
 from cutlass_ops.problem import PoolArguments, Problem
 from cutlass_ops.selection import DeviceFacts
@@ -59,9 +61,12 @@ def all_records(operator: str) -> tuple[KernelRecord, ...]:
     converts = [("f32", "f16"), ("f32", "tf32"), ("f16", "f16"), ("bf16", "bf16")]
     return (
         *(gemm_record(operator, operand) for operand in ("f16", "bf16", "tf32")),
-        *(record(f"convert_{a}_{b}", "convert", (a, b), cubin="convert.cubin", params_size=152) for a, b in converts),
         *(
-            record(f"pool_{kind}_{t}", "pool", (kind, t), cubin="pool.cubin", params_size=88)
+            record(f"convert_{a}_{b}", "convert", (a, b), cubin="convert.cubin", params_size=ctypes.sizeof(ConvertParams))
+            for a, b in converts
+        ),
+        *(
+            record(f"pool_{kind}_{t}", "pool", (kind, t), cubin="pool.cubin", params_size=ctypes.sizeof(PoolParams))
             for kind in ("avg", "max")
             for t in ("f32", "f16", "bf16")
         ),
