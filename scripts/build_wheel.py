@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,12 @@ def complaint(folder: Path) -> str | None:
 
 
 def commit_time() -> str | None:
-    """Time of the last commit, in seconds since the epoch; None outside a git checkout (hatchling then has a fixed time)."""
-    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False) if (ROOT / ".git").exists() else None
-    return result.stdout.strip() or None if result and result.returncode == 0 else None
+    """Time of the last commit, in seconds since the epoch; None without git (hatchling then has a fixed time)."""
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        return None
+    result = subprocess.run([git, "-C", str(ROOT), "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
 
 
 def main() -> int:
