@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
+
+from cutlass_ops import DeviceFacts, driver, launch, loader, ops
+
+H200 = DeviceFacts("H200", (9, 0), 132)
+STREAM = 77
 
 
 class _Names:
@@ -120,3 +129,33 @@ class FakeDriver:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         block = config.blockDimX, config.blockDimY, config.blockDimZ
         return self._cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, pointers, extra)
+
+
+class FakeTorch:
+    """torch, but for what needs a GPU: device tensors are made on the CPU, and kept."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *_: Any) -> torch.device:
+        return torch.device("cpu")
+
+    def empty(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        self.made.append(torch.empty(*arguments, **keywords))
+        return self.made[-1]
+
+
+def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeTorch:
+    """Let the package take CPU tensors for tensors of an H200 with this driver."""
+    fake_torch = FakeTorch()
+    patch.setenv("CUTLASS_OPS_ALLOW_UNVERIFIED", "1")
+    patch.setattr(driver, "api", lambda: fake)
+    patch.setattr(driver, "current_stream", lambda device: STREAM)
+    patch.setattr(launch, "torch", fake_torch)
+    patch.setattr(ops, "_thread", threading.local())  # no call that was prepared with another driver
+    for module in (launch, loader, ops):
+        patch.setattr(module, "device_facts", lambda device: H200)
+    return fake_torch

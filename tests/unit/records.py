@@ -9,9 +9,6 @@ import hashlib
 from cutlass_ops.launch import ConvertParams, PoolParams
 from cutlass_ops.manifest import KernelRecord
 from cutlass_ops.problem import PoolArguments, Problem
-from cutlass_ops.selection import DeviceFacts
-
-H200 = DeviceFacts("H200", (9, 0), 132)
 
 FIELDS = {"activation": 0, "filter": 128, "output": 256, "guard": 384, "guard_value": 392}
 FIELDS |= {name: 396 + 4 * i for i, name in enumerate(("m", "k", "c", "r", "s", "p", "q"))}

@@ -12,8 +12,8 @@ from cutlass_ops import CudaError, DeviceFacts, InstallationError, UnsupportedDe
 from cutlass_ops.loader import KernelSet, allow_unverified
 from cutlass_ops.manifest import Manifest
 
-from .fake_driver import FakeDriver
-from .records import H200, gemm_record, record
+from .fake_driver import H200, FakeDriver
+from .records import gemm_record, record
 
 IMAGES = {"gemm.cubin": b"\x7fELF gemm" + bytes(range(256)), "pool.cubin": b"\x7fELF pool" + bytes(256)}
 SHA = {name: hashlib.sha256(data).hexdigest() for name, data in IMAGES.items()}
