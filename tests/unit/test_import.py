@@ -16,9 +16,9 @@ SCRIPT = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import cutlass_ops
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 with open("/proc/self/maps") as maps:
     libraries = maps.read()
 print(json.dumps({
