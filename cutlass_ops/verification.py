@@ -1,0 +1,237 @@
+"""The GPU check behind scripts/check_gpu.py: tests, accuracy of every operator and plan, and the record for each cubin.
+
+Needs a Hopper GPU; using the operators needs nothing of it. `accuracy.Criterion` says what "accurate" means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+from unittest import mock
+
+import torch
+
+from . import driver
+from .accuracy import Accuracy, Criterion, serving, uniform
+from .errors import InstallationError
+from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel
+from .manifest import Manifest
+from .ops import Operator, use_plan
+from .problem import DTYPES
+
+__all__ = ["TEST_KERNELS", "check", "missing_gpu"]
+
+#: Environment variable that names the folder whose shared kernels tests/gpu/test_*_kernel.py launch.
+TEST_KERNELS = "CUTLASS_OPS_TEST_KERNELS"
+DTYPES_WITH_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def missing_gpu() -> Optional[str]:
+    """Why this machine cannot run the check, or None."""
+    if not torch.cuda.is_available():
+        found = "none that PyTorch can use"
+    elif torch.cuda.get_device_capability() != (9, 0):
+        found = "{} with {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
+    else:
+        return None
+    return f"needs a Hopper GPU (compute capability 9.0); found {found}"
+
+
+# ---- the table of every operator and plan ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A problem of the table: N, C, H, W; K, R, S; further arguments; how x and weight lie in memory."""
+
+    name: str
+    x: tuple[int, int, int, int]
+    weight: tuple[int, int, int]
+    layout: str = "contiguous"
+    pool: Optional[int] = None  # in place of the operator's own
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    def inputs(self, op: Operator, dtype: torch.dtype, generator: torch.Generator) -> tuple[list[Any], dict[str, Any]]:
+        """Random x, weight and vectors for an operator, and the keyword arguments of the call."""
+        k, r, s = self.weight
+        n, c, h, w = self.x
+        reach = 1 / math.sqrt(c * r * s)  # torch.nn.Conv2d's initialisation
+        if self.layout == "sliced":
+            x = uniform((n, c + 1, h + 2, w + 3), 0, 1, dtype, generator)[:, 1:, 1:-1, 2:-1]
+            weight = uniform((k, c + 3, r, s), -reach, reach, dtype, generator)[:, :c]
+        else:
+            x, weight = uniform(self.x, 0, 1, dtype, generator), uniform((k, c, r, s), -reach, reach, dtype, generator)
+        if self.layout == "channels_last":
+            x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+        vectors = [uniform((k,), -1, 1, dtype, generator) for _ in op.spec.vectors]
+        arguments = dict(self.arguments) | ({"precision": "tf32"} if dtype is torch.float32 else {})
+        return [x, weight, *vectors], arguments | ({"pool": self.pool} if op.spec.pool and self.pool else {})
+
+
+#: The first two are such that a fused kernel serves them where there is one, in both of its variants.
+SAMPLES = (
+    Sample("aligned", (8, 64, 56, 56), (128, 3, 3), pool=2),
+    Sample("padded", (4, 32, 40, 44), (96, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", arguments=(("padding", 1),)),
+    Sample("odd", (3, 13, 37, 45), (70, 5, 2), arguments=(("padding", (2, 1)), ("dilation", (1, 2)))),
+    Sample("strided", (5, 130, 61, 63), (7, 3, 4), "sliced", arguments=(("stride", (2, 1)), ("padding", (0, 1)))),
+    Sample("narrow", (2, 1, 33, 31), (7, 1, 1)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: operator, dtype, plan and sample; accuracy; sha256 of the cubins that took part."""
+
+    case: str
+    accuracy: Accuracy
+    cubins: frozenset[str]
+
+    def __str__(self) -> str:
+        a = self.accuracy
+        numbers = f"{a.max:>10.2e}{a.mean:>10.2e}{a.eager_max:>11.2e}{a.eager_mean:>11.2e}{a.allowed_max:>11.2e}{a.allowed_mean:>9.1e}"
+        return f"{self.case:<72}{numbers}{'' if a.passed else '  FAILED'}"
+
+
+def measure(op: Operator, manifest: Manifest) -> Iterator[Row]:
+    """Accuracy of an operator: each sample, dtype and plan that serves it. Raises InstallationError where none does."""
+    hashes = {k.name: k.sha256 for k in manifest.kernels}
+    generator = torch.Generator("cuda").manual_seed(0)
+    for sample in SAMPLES:
+        for dtype in DTYPES_WITH_KERNELS:
+            tensors, arguments = sample.inputs(op, dtype, generator)
+            plans = serving(op, *tensors, **arguments)
+            if not plans:
+                raise InstallationError(f"expected a plan that serves {dtype}, found none; {op.explain(*tensors, **arguments)}")
+            criterion = Criterion(op, *tensors, **arguments)
+            for plan in plans:
+                with use_plan(plan.name):
+                    accuracy = criterion.judge(op(*tensors, **arguments))
+                case = f"{op.spec.name} {DTYPES[dtype]} {plan.name} {sample.name}"
+                yield Row(case, accuracy, frozenset(hashes[name] for name in plan.kernels))
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[set[str]]:
+    """The names of all kernels launched within the block, filled as they are."""
+    launched: set[str] = set()
+    names: dict[int, str] = {}
+    get, call = KernelSet.get, driver.Launch.__call__
+
+    def watched_get(self: KernelSet, name: str, device: int) -> LoadedKernel:
+        kernel = get(self, name, device)
+        names[int(kernel.function)] = name
+        return kernel
+
+    def watched_call(self: driver.Launch, stream: int) -> None:
+        call(self, stream)
+        launched.add(names.get(int(self._function), ""))
+
+    with mock.patch.object(KernelSet, "get", watched_get), mock.patch.object(driver.Launch, "__call__", watched_call):
+        yield launched
+
+
+# ---- tests and record --------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    """pytest plugin that counts tests."""
+
+    def __init__(self) -> None:
+        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """One phase of a test: what fails or skips in any phase counts, what passes in its own."""
+        if report.when == "call" or not report.passed:
+            self.counts[report.outcome] += 1
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A module that cannot be collected is a failure."""
+        if not report.passed:
+            self.counts[report.outcome] += 1
+
+
+def run_tests(tests: Sequence[Path], kernels: Path) -> tuple[dict[str, int], bool]:
+    """Run tests in this process; returns their counts and whether all passed (one at least)."""
+    import pytest
+
+    counter = _Counter()
+    with mock.patch.dict(os.environ, {TEST_KERNELS: str(kernels.resolve())}):
+        code = pytest.main([*map(str, tests), "-q", "-p", "no:cacheprovider"], plugins=[counter])
+    return counter.counts, code == 0 and counter.counts["passed"] > 0 and not counter.counts["failed"] + counter.counts["skipped"]
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, CUDA, PyTorch, date (UTC), commit of the checkout (None where it is none) and whether it was changed."""
+    version = driver.check("cuDriverGetVersion", driver.api().cuDriverGetVersion())
+    file = Path("/proc/driver/nvidia/version")
+    module = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text()) if file.is_file() else None
+    checkout = Path(__file__).parent.parent
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": f"{module[1] if module else 'unknown'} (CUDA {version // 1000}.{version % 1000 // 10})",
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git(checkout, "rev-parse", "HEAD"),
+        "dirty": {None: None, "": False}.get(_git(checkout, "status", "--porcelain", "--", ":!generated/gpu_checks.json"), True),
+    }
+
+
+def _git(checkout: Path, *arguments: str) -> Optional[str]:
+    git = shutil.which("git")
+    if git is None or not (checkout / ".git").exists():
+        return None
+    result = subprocess.run([git, "-C", str(checkout), *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def check(operators: Sequence[Operator], kernels: Path, tests: Sequence[Path]) -> bool:
+    """Check every cubin of a folder and write its gpu_checks.json; returns whether all passed.
+
+    `operators` are those of the folder's manifest. A cubin passes where no test fails or is skipped, its kernels have all
+    been launched, and every result that it took part in is accurate. Without `tests` nothing is written.
+    """
+    manifest = Manifest.load(kernels / "manifest.json")
+    wanted, given = {k.operator for k in manifest.kernels} - {""}, {op.spec.name for op in operators}
+    if wanted != given:
+        raise InstallationError(f"expected the operators {sorted(given)} in {kernels / 'manifest.json'}, got {sorted(wanted)}; build again")
+    facts = environment()
+    print(*(f"{name}: {value}" for name, value in facts.items()), f"python: {platform.python_version()}", sep="\n")
+    with mock.patch.dict(os.environ, {ALLOW_UNVERIFIED: "1"}), launches() as launched:
+        print(f"{'absolute error against float64':<72}{'max':>10}{'mean':>10}{'eager max':>11}{'eager mean':>11}{'allowed max, mean':>20}")
+        rows = []
+        for row in (row for op in operators for row in measure(op, manifest)):
+            print(row)
+            rows.append(row)
+        if not tests:
+            return all(row.accuracy.passed for row in rows)
+        counts, tests_passed = run_tests(tests, kernels)
+    records = {}
+    for file in sorted({k.cubin for k in manifest.kernels}):
+        mine = [k for k in manifest.kernels if k.cubin == file]
+        sha256 = mine[0].sha256
+        cases = {row.case: row.accuracy for row in rows if sha256 in row.cubins}
+        idle = sorted({k.name for k in mine} - launched)
+        reasons = [] if tests_passed else [f"tests: {counts}"]
+        reasons += [f"not accurate: {case}" for case, accuracy in cases.items() if not accuracy.passed]
+        reasons += [f"never launched: {', '.join(idle)}"] if idle else []
+        print(f"{file}: {'; '.join(reasons) or 'passed'}")
+        errors = {case: a.to_json() for case, a in cases.items()}
+        records[sha256] = {"cubin": file, "passed": not reasons, **facts, "tests": counts, "errors": errors}
+    path = kernels / "gpu_checks.json"
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps({"schema": 1, "cubins": records}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    aside.replace(path)
+    return all(record["passed"] for record in records.values())

@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Check the kernels on a Hopper GPU and record which cubins passed (gpu_checks.json beside the manifest).
+
+Exit code 0: everything passed. 1: something failed. 2: there is no Hopper GPU here; nothing was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import cutlass_ops
+from cutlass_ops import OPERATORS, CutlassOpsError, Operator, verification
+from cutlass_ops.loader import shipped_kernels
+
+TESTS = Path(__file__).resolve().parent.parent / "tests" / "gpu"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spec", type=Path, help="a Python file with your own specs (default: the shipped operators)")
+    parser.add_argument("--kernels", type=Path, help="with --spec: the folder they were built into (default: NAME_kernels/)")
+    parser.add_argument("--skip-tests", action="store_true", help="print the accuracy table only; write nothing")
+    options = parser.parse_args()
+    if options.kernels and not options.spec:
+        parser.error("expected --spec beside --kernels: which operators the folder holds")
+    return options
+
+
+def main() -> int:
+    """Check; returns the exit code."""
+    options = _options()
+    missing = verification.missing_gpu()
+    if missing:
+        print(f"not checked: {missing}", file=sys.stderr)
+        return 2
+    try:
+        if options.spec:
+            from cutlass_ops.codegen.cli import load_specs
+
+            kernels = options.kernels or Path(f"{options.spec.stem}_kernels")
+            operators = [Operator(spec, kernels) for spec in load_specs(options.spec)]
+            tests = sorted(TESTS.glob("test_*_kernel.py"))  # of the kernels that all operators share; others need shipped operators
+        else:
+            kernels, tests = shipped_kernels(), [TESTS]
+            operators = [getattr(cutlass_ops, name) for name in OPERATORS]
+        passed = verification.check(operators, kernels, [] if options.skip_tests else tests)
+    except (CutlassOpsError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("all passed" if passed else "not passed")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""What all GPU tests share: the one reason to skip them, unverified kernels allowed, the seed in the report."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_ops.loader import ALLOW_UNVERIFIED
+from cutlass_ops.verification import missing_gpu
+
+from .helpers import SEED, SEED_VARIABLE
+
+MISSING = missing_gpu()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture: the only place where a test of this folder is skipped."""
+    if MISSING:
+        pytest.skip(MISSING)
+
+
+def pytest_report_collectionfinish(config):
+    """The report's header comes before this file is read where pytest is started for all of tests/."""
+    return f"tests/gpu: random data of {SEED_VARIABLE}={SEED}"
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _allow_unverified():
+    """The checks that verify a kernel run before there is a record of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ALLOW_UNVERIFIED, "1")
+        yield

@@ -1,0 +1,198 @@
+"""fp16 operands in place of TF32 ones: values that fp16 cannot hold are noticed on the device and served by TF32 operands."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cutlass_ops import accuracy, conv2d, conv2d_sub_tanh_sub_avgpool, use_plan
+
+from .helpers import DEVICE, activation, assert_same_bits, call, filters, generator, name_of, serving
+
+TF32 = "two-kernel-tf32"
+GUARDED = "two-kernel-f16-guarded"  # the other plans with fp16 operands are of fused kernels
+X, WEIGHT = (3, 24, 18, 20), (40, 24, 3, 3)
+CENTRE, CORNERS = (1, 11, 9, 10), ((0, 0, 0, 0), (-1, -1, -1, -1), (0, -1, -1, 0), (-1, 0, 0, -1))
+each_operator = pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpool], ids=name_of)
+
+
+def with_one(value, where=CENTRE):
+    """A change that puts a value into one place."""
+
+    def change(tensor):
+        changed = tensor.clone()
+        changed[where] = value
+        return changed
+
+    return change
+
+
+def with_every(step, value):
+    """A change that puts a value into every step-th place."""
+
+    def change(tensor):
+        changed = tensor.clone()
+        changed.view(-1)[::step] = value
+        return changed
+
+    return change
+
+
+def pixel(value):
+    return with_one(value, (1, slice(None), 9, 10))
+
+
+def scaled(factor):
+    return lambda tensor: tensor * factor
+
+
+MISFITTING_X = {
+    "times 1e5": scaled(1e5),
+    "times 1e-6": scaled(1e-6),
+    "times 1e30": scaled(1e30),
+    "times 1e-40": scaled(1e-40),  # all subnormal
+    "one pixel of 1e6": pixel(1e6),
+    "one value beyond fp16": with_one(65504.004),
+    "one value of -1e30": with_one(-1e30),
+    "infinity": with_one(math.inf),
+    "-infinity": with_one(-math.inf),
+    "NaN": with_one(math.nan),
+    "a pixel of NaN and infinity": lambda x: with_one(math.nan, (1, 0, 9, 10))(pixel(math.inf)(x)),
+    **{f"NaN at {where}": with_one(math.nan, where) for where in CORNERS},
+    **{f"1e6 at {where}": with_one(1e6, where) for where in CORNERS},
+}
+FITTING_X = {
+    "as it is": scaled(1.0),
+    "negative": scaled(-1.0),
+    "zero": scaled(0.0),
+    "times 65504": scaled(65503.0),
+    "times 2^-4": scaled(2.0**-4),
+    "one value of 65504": with_one(65504.0),
+    "some subnormals": with_every(7, 1e-40),
+    "some of 1e-7": with_every(5, 1e-7),
+}
+W = (7, 11, 1, 2)
+MISFITTING_WEIGHT = {
+    "times 1e6": scaled(1e6),
+    "times 1e-7": scaled(1e-7),
+    "one of 1e6": with_one(1e6, W),
+    "one of -1e20": with_one(-1e20, W),
+    "one of infinity": with_one(math.inf, W),
+    "one of NaN": with_one(math.nan, W),
+    "the last of 1e6": with_one(1e6, (-1, -1, -1, -1)),
+}
+FITTING_WEIGHT = {
+    "as it is": scaled(1.0),
+    "zero": scaled(0.0),
+    "one of 1e-7": with_one(1e-7, W),
+    "one of 65504": with_one(65504.0, W),
+    "one subnormal": with_one(1e-40, W),
+}
+
+
+def inputs(op, key, change_x=None, change_weight=None):
+    """x and weight (no bias, which could hide small results), changed; and the guarded plans that serve them."""
+    random = generator(op.spec.name, key)
+    x, weight = activation(X, torch.float32, random), filters(WEIGHT, torch.float32, random)
+    x, weight = change_x(x) if change_x else x, change_weight(weight) if change_weight else weight
+    tensors = [x, weight]
+    plans = guarded(op, tensors)
+    assert GUARDED in plans
+    return tensors, plans
+
+
+def guarded(op, tensors):
+    """The plans that serve a call with fp16 operands behind a guard."""
+    return [plan for plan in serving(op, *tensors, precision="tf32") if plan != TF32]
+
+
+def assert_accurate(op, tensors, plans):
+    criterion = accuracy.Criterion(op, *tensors)
+    for plan in plans:
+        found = criterion.judge(call(plan, op, *tensors, precision="tf32"))
+        assert found.passed, f"{plan}: {found}"
+
+
+@each_operator
+@pytest.mark.parametrize("change", MISFITTING_X)
+def test_x_that_does_not_fit_is_served_by_tf32_operands(op, change):
+    """Bit for bit as the TF32 plan, and NaN and infinity exactly where float64 has them (see `difference`)."""
+    tensors, plans = inputs(op, change, change_x=MISFITTING_X[change])
+    expected = call(TF32, op, *tensors, precision="tf32")
+    for plan in plans:
+        assert_same_bits(call(plan, op, *tensors, precision="tf32"), expected)
+    assert_accurate(op, tensors, [TF32])
+
+
+@each_operator
+@pytest.mark.parametrize("change", FITTING_X)
+def test_x_that_fits_is_as_accurate_as_eager_tf32(op, change):
+    tensors, plans = inputs(op, change, change_x=FITTING_X[change])
+    assert_accurate(op, tensors, [*plans, TF32])
+
+
+@each_operator
+@pytest.mark.parametrize("change", MISFITTING_WEIGHT)
+def test_weights_that_do_not_fit_are_served_by_tf32_operands(op, change):
+    """The fused kernel scales its weights, so they always fit; it must be accurate."""
+    tensors, plans = inputs(op, change, change_weight=MISFITTING_WEIGHT[change])
+    assert_same_bits(call(GUARDED, op, *tensors, precision="tf32"), call(TF32, op, *tensors, precision="tf32"))
+    assert_accurate(op, tensors, [*plans, TF32])
+
+
+@each_operator
+@pytest.mark.parametrize("change", FITTING_WEIGHT)
+def test_weights_that_fit_are_as_accurate_as_eager_tf32(op, change):
+    tensors, plans = inputs(op, change, change_weight=FITTING_WEIGHT[change])
+    assert_accurate(op, tensors, [*plans, TF32])
+
+
+# ---- which operands did the work ---------------------------------------------------------------------------------
+
+SMALL = 2.0**-20  # in fp16 the neighbours of SMALL are 2^-24 away, in TF32 2^-30
+
+
+def witness():
+    """x and weight for which TF32 operands give SMALL * (1 + 2^-10) in y[0, :, 0, 0], and fp16 ones SMALL.
+
+    Ones elsewhere, also at the same pixels, so that no patch is too small for fp16.
+    """
+    x = torch.ones(2, 8, 18, 20, device=DEVICE)
+    x[0, 0, 1:3, 1:3] = SMALL * (1 + 2.0**-10)
+    weight = torch.zeros(16, 8, 3, 3, device=DEVICE)
+    weight[:, 0, 1, 1] = 1
+    return x, weight
+
+
+def operands(plan, op, x, weight, run):
+    """The operand type that a call worked with, by the first 16 output channels."""
+    zeros = {a.name: 0.0 for a in op.spec.scalars}
+    y = run(plan, op, x, weight, **zeros, precision="tf32")
+    excess = (y[0, :16, 0, 0].double() / SMALL - 1) * 2**10  # tanh.approx is good to 2^-16
+    if (excess.abs() < 0.1).all():
+        return "f16"
+    assert ((excess - 1).abs() < 0.1).all(), f"expected 0 (fp16) or 1 (TF32), got {excess.tolist()}"
+    return "tf32"
+
+
+def call_in_used_memory(plan, op, *args, **kwargs):
+    """A call whose workspace holds what the call before left in it, the flag too."""
+    with use_plan(plan):
+        return op(*args, **kwargs)
+
+
+@each_operator
+@pytest.mark.parametrize("run", [call, call_in_used_memory], ids=name_of)
+def test_the_flag_is_cleared_between_calls(op, run):
+    x, weight = witness()
+    large_x, large_weight = with_one(1e6, (1, 3, 5, 5))(x), torch.cat([weight, torch.full_like(weight[:1], 1e6)])
+    for plan in guarded(op, (x, weight)):
+        for _ in range(3):
+            assert operands(plan, op, x, weight, run) == "f16"
+            assert operands(plan, op, large_x, weight, run) == "tf32"
+        if plan == GUARDED:  # a fused kernel scales its weights
+            assert operands(plan, op, x, large_weight, run) == "tf32"
+        assert operands(plan, op, x, weight, run) == "f16"
+    assert operands(TF32, op, x, weight, run) == "tf32"
