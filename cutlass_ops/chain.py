@@ -93,8 +93,8 @@ FUNCTIONS: dict[str, int] = {
 def evaluate(chain: Any, accum: Tensor, inputs: dict[str, Any]) -> Tensor:
     """Call a chain on tensors: `inputs` maps its argument names to per-channel vectors (K,) or None and to scalars."""
     values = {
-        # A vector that was not given is zero, as the kernel's null pointer is.
-        name: 0.0 if value is None else value.reshape(1, -1, 1, 1) if isinstance(value, Tensor) else value
+        # A vector that was not given is zero, as the kernel's null pointer is. Copies: a chain may work in place (+=).
+        name: accum.new_zeros(1, 1, 1, 1) if value is None else value.reshape(1, -1, 1, 1).clone() if isinstance(value, Tensor) else value
         for name, value in inputs.items()
     }
     result: Tensor = chain(accum, **values)

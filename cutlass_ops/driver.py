@@ -103,6 +103,7 @@ class TiledMap:
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    swizzle: bool = True  # of 128 bytes
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Im2colMap:
 
 
 def encode(tensor_map: Union[TiledMap, Im2colMap], address: int) -> bytes:
-    """The 128 bytes of a TMA descriptor: 128-byte swizzle, zero fill, no interleave."""
+    """The 128 bytes of a TMA descriptor: zero fill, no interleave."""
     driver = api()
     types = driver.CUtensorMapDataType
     element = {
@@ -131,9 +132,11 @@ def encode(tensor_map: Union[TiledMap, Im2colMap], address: int) -> bytes:
     rank = len(tensor_map.extents)
     extents = [driver.cuuint64_t(e) for e in tensor_map.extents]
     strides = [driver.cuuint64_t(s) for s in tensor_map.strides]
+    swizzles = driver.CUtensorMapSwizzle
+    swizzled = isinstance(tensor_map, Im2colMap) or tensor_map.swizzle
     tail = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -167,7 +170,8 @@ def encode(tensor_map: Union[TiledMap, Im2colMap], address: int) -> bytes:
 class Launch:
     """A kernel ready to be launched again and again: function, grid, block, and the bytes of its one parameter."""
 
-    def __init__(self, function: Any, grid: int, threads: int, shared_memory: int, params: Any) -> None:
+    def __init__(self, function: Any, grid: int, threads: int, shared_memory: int, params: Any, *, overlap: bool = False) -> None:
+        """`overlap`: the kernel may start before its predecessor ends, and waits for it itself (programmatic launch)."""
         driver = api()
         #: A ctypes object that the caller fills; the driver copies it at each launch.
         self.params = params
@@ -179,6 +183,11 @@ class Launch:
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared_memory
+        if overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
         self._config, self._stream = config, -1
         self._call = driver.cuLaunchKernelEx
 

@@ -18,7 +18,7 @@ __all__ = ["SCHEMA", "KernelRecord", "Manifest", "read_checks", "verified_hashes
 
 SCHEMA = 1
 
-Family = Literal["implicit_gemm", "convert", "pool"]
+Family = Literal["implicit_gemm", "fused", "convert", "pack", "pool"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class KernelRecord:
     cubin: str
     sha256: str
     architecture: str
-    #: Operand type of the tensor cores (implicit_gemm), source and target types (convert), kind and target type (pool).
+    #: Operand type of the tensor cores (implicit_gemm; fused: and the pool's kind), source and target types (convert, pack),
+    #: kind and target type (pool).
     variant: tuple[str, ...]
     threads: int
     #: Dynamic shared memory in bytes.
@@ -44,7 +45,7 @@ class KernelRecord:
     registers: int
     #: Number of HGMMA (wgmma) instructions in the SASS.
     hgmma: int
-    #: Tile of the implicit GEMM in pixels x output channels x input channels, its pipeline stages, and its epilogue's tile.
+    #: Tile in pixels x output channels x input channels, pipeline stages, and the tile of the epilogue (fused: pooled pixels).
     tile: tuple[int, ...] = ()
     stages: int = 0
     epilogue_tile: tuple[int, ...] = ()
@@ -78,8 +79,8 @@ class Manifest:
 
     kernels: tuple[KernelRecord, ...]
     provenance: dict[str, str]
-    #: Build key of each cubin: sha256 of all that determines its bytes.
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: Emission key of each cubin (sha256 of what its source comes from) and build key (of what its bytes come from).
+    keys: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def dumps(self) -> str:
         """The manifest as JSON text: sorted, so that equal builds give equal bytes."""
@@ -118,11 +119,14 @@ def read_checks(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return dict(data["cubins"])
+        checks = dict(data["cubins"])
+        if not all(isinstance(check, dict) for check in checks.values()):
+            raise TypeError("expected an object for every cubin")
+        return checks
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InstallationError(f"expected GPU check records at {path}, could not read them ({error!r}); reinstall the wheel") from error
 
 
 def verified_hashes(path: Path) -> frozenset[str]:
     """sha256 of every cubin with a record of a passed GPU check."""
-    return frozenset(sha for sha, record in read_checks(path).items() if record.get("passed") is True)
+    return frozenset(sha for sha, record in read_checks(path).items() if isinstance(record, dict) and record.get("passed") is True)

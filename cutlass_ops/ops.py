@@ -61,6 +61,17 @@ def use_plan(name: str) -> Iterator[None]:
         _thread.plan = before
 
 
+_OPERATORS: dict[str, Operator] = {}
+
+
+def _registered(name: str) -> Operator:
+    """The operator of this name (what a pickled operator becomes)."""
+    try:
+        return _OPERATORS[name]
+    except KeyError:
+        raise ValueError(f"expected an operator {name} in this process, found none; create it before loading what uses it") from None
+
+
 class Operator:
     """An operator made of a `Spec`: callable as a function, registered as torch.ops.cutlass_ops.<name>.
 
@@ -91,13 +102,18 @@ class Operator:
         self._interned: dict[Any, Parameters] = {}
         self._register()
         self._op = getattr(torch.ops.cutlass_ops, spec.name).default
+        _OPERATORS[spec.name] = self
 
     @property
     def __signature__(self) -> inspect.Signature:
         """For help(): the arguments that users see."""
-        empty, kind = inspect.Parameter.empty, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        names = ["x", "weight", *self._positional, *(n for n in self._defaults if n not in self._positional)]
-        return inspect.Signature([inspect.Parameter(n, kind, default=self._defaults.get(n, empty)) for n in names])
+        empty = inspect.Parameter.empty
+        first, then = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        kinds = [(n, first) for n in ("x", "weight", *self._positional)] + [(n, then) for n in self._parameter_names]
+        return inspect.Signature([inspect.Parameter(n, kind, default=self._defaults.get(n, empty)) for n, kind in kinds])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (self.spec.name,)  # one object a process: copies and pickles are names
 
     def __repr__(self) -> str:
         return f"<cutlass_ops operator {self.spec.name}{inspect.signature(self)}>"
@@ -272,7 +288,7 @@ class Operator:
                 calls.clear()
             calls[key] = call
         if call is None:  # the plan that calls PyTorch's own operators
-            with reference.ieee_convolutions() if precision == "ieee" else contextlib.nullcontext():
+            with _in_precision(precision):
                 return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
         return call(presentable(x), presentable(weight), [_as_vector(v) for v in vectors], scalars)
 
@@ -289,7 +305,7 @@ class Operator:
             raise NoPlanError(_describe(problem, selection))
         if not selection.plan.kernels:
             return None
-        return PreparedCall(problem, selection.plan, kernel_set(self.kernels), device)
+        return PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
 
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
         """The facts of a call whose arguments have been checked."""
@@ -326,7 +342,7 @@ class Operator:
     def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
         """Gradients by PyTorch's own operators: the reference is computed again and differentiated."""
         saved = ctx.saved_tensors
-        with torch.enable_grad():
+        with torch.enable_grad(), _in_precision(ctx.rest[-1]):
             needs = zip(saved, ctx.needs_input_grad)
             tensors: list[Any] = [t if t is None else t.detach().requires_grad_(need) for t, need in needs]
             y = self._reference(tensors[0], tensors[1], *self._split([*tensors[2:], *ctx.rest]))
@@ -361,6 +377,11 @@ def _is_plain(x: Any, weight: Any, vectors: Sequence[Any]) -> bool:
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def _in_precision(precision: Optional[str]) -> contextlib.AbstractContextManager[None]:
+    """PyTorch's convolutions in a precision that a call gave or that holds anyway."""
+    return reference.ieee_convolutions() if precision == "ieee" else contextlib.nullcontext()
 
 
 def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:

@@ -95,7 +95,8 @@ class Problem:
 
 def pair(name: str, value: IntOrPair) -> Pair:
     """An int or a pair of ints as a pair."""
-    items = [value, value] if isinstance(value, int) else list(value)
+    one = isinstance(value, (int, torch.SymInt))
+    items: list[Any] = [value, value] if one else list(value) if isinstance(value, Sequence) else []
     if len(items) == 1:
         items *= 2
     if len(items) != 2 or any(isinstance(i, bool) or not isinstance(i, (int, torch.SymInt)) for i in items):
@@ -174,17 +175,26 @@ def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optio
 
 def check_sizes(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, pool: Optional[PoolArguments]) -> None:
     """Raise ValueError where a dimension is empty or a window does not fit (the batch alone may be empty)."""
-    if min(x.shape[1:]) < 1 or min(weight.shape) < 1:
+    if any(size < 1 for size in (*x.shape[1:], *weight.shape)):  # min() would compare them, and torch.compile guard their order
         raise ValueError(f"expected non-empty channels, height, width and filter, got x {tuple(x.shape)} and weight {tuple(weight.shape)}")
     p, q = conv_size(x.shape, weight.shape, stride, padding, dilation)
     if p < 1 or q < 1:
         effective = tuple(dilation[i] * (weight.shape[2 + i] - 1) + 1 for i in (0, 1))
         padded = tuple(x.shape[2 + i] + 2 * padding[i] for i in (0, 1))
         raise ValueError(f"expected a filter no larger than the padded input {padded}, got {effective} (dilation included)")
-    if pool is not None and min(pool_size((p, q), pool)) < 1:
+    if pool is not None and any(size < 1 for size in pool_size((p, q), pool)):
         raise ValueError(
             f"expected a pool no larger than the convolution's result ({p}, {q}), got {pool.kernel_size} with stride {pool.stride}"
         )
+
+
+def team_size(problem: Problem, tile: Sequence[int]) -> int:
+    """CTAs of the fused kernel that walk the same rows: strips of half a tile's row x blocks of output channels.
+
+    `tile` is the kernel's: 2 conv rows x columns (as one number), output channels, input channels.
+    """
+    _, k, _, out_w = problem.output_shape
+    return -(-out_w // (tile[0] // 4)) * -(-k // tile[1])
 
 
 def is_channels_last(tensor: Tensor) -> bool:

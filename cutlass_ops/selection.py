@@ -9,7 +9,7 @@ from typing import Optional, Union
 
 from .errors import CutlassOpsError
 from .manifest import KernelRecord
-from .problem import Problem
+from .problem import Problem, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -60,6 +60,11 @@ class Selection:
     rejected: tuple[Rejection, ...]
 
 
+FUSED = "fused-f16"
+_FUSED_REASON = (
+    "one kernel from NCHW to the pooled result, rounded fp16 operands; a flag on the device sends values that do not fit to TF32"
+)
+
 #: Two-kernel plans by name: dtype they serve, precision, operand types of the implicit GEMM, why.
 #: The first that fits is taken; measured times order them (docs/performance.md).
 _TWO_KERNEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
@@ -74,7 +79,7 @@ _TWO_KERNEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "two-kernel-bf16": ("bf16", "bf16", ("bf16",), "the tensors' own dtype, fp32 accumulation"),
 }
 PYTORCH = "pytorch"
-PLAN_NAMES = (*_TWO_KERNEL, PYTORCH)
+PLAN_NAMES = (FUSED, *_TWO_KERNEL, PYTORCH)
 
 
 def select(
@@ -92,7 +97,15 @@ def select(
     for name in _order(problem):
         if force is not None and name != force:
             continue
-        candidate = _pytorch(problem) if name == PYTORCH else _two_kernel(name, problem, device, by_name, verified, allow_unverified)
+        if name == PYTORCH:
+            candidate = _pytorch(problem)
+        elif name == FUSED:
+            candidate = _fused(problem, device, by_name)
+        else:
+            candidate = _two_kernel(name, problem)
+        if isinstance(candidate, Plan):
+            missing = _unusable(candidate, device, by_name, verified, allow_unverified)
+            candidate = candidate if missing is None else missing
         if isinstance(candidate, Plan):
             return Selection(candidate, tuple(rejected))
         rejected.append(Rejection(name, candidate))
@@ -115,14 +128,7 @@ def _pytorch(problem: Problem) -> Union[Plan, str]:
     return f"expected precision ieee or f64, got {problem.precision}"
 
 
-def _two_kernel(
-    name: str,
-    problem: Problem,
-    device: DeviceFacts,
-    records: dict[str, KernelRecord],
-    verified: frozenset[str],
-    allow_unverified: bool,
-) -> Union[Plan, str]:
+def _two_kernel(name: str, problem: Problem) -> Union[Plan, str]:
     dtype, precision, operands, why = _TWO_KERNEL[name]
     if (problem.dtype, problem.precision) != (dtype, precision):
         return f"expected {dtype} tensors at precision {precision}, got {problem.dtype} at {problem.precision}"
@@ -130,12 +136,28 @@ def _two_kernel(
     if limit is not None:
         return limit
     kind = problem.pool.kind if problem.pool else "avg"
-    kernels = (
-        *(f"convert_{dtype}_{operand}" for operand in operands),
-        *(f"{problem.operator}_{operand}" for operand in operands),
-        f"pool_{kind}_{dtype}",
-    )
-    for kernel in kernels:
+    converts = tuple(f"convert_{dtype}_{operand}" for operand in operands)
+    gemms = tuple(f"{problem.operator}_{operand}" for operand in operands)
+    return Plan(name, (*converts, *gemms, f"pool_{kind}_{dtype}"), why)
+
+
+def _fused(problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
+    """The fused plan carries the TF32 two-kernel plan as its fallback, so that plan's limits hold too."""
+    name = f"{problem.operator}_fused{'_shifted' if problem.padding[1] % 4 else ''}_f16"
+    fallback = _two_kernel("two-kernel-tf32", problem)
+    if isinstance(fallback, str):
+        return fallback
+    record = records.get(name)
+    if record is None or problem.pool is None:
+        return f"expected a fused kernel {name} (operators with a pool have one), found none"
+    return fused_limit(problem, device, record) or Plan(FUSED, ("pack_f32_f16", name, *fallback.kernels), _FUSED_REASON)
+
+
+def _unusable(
+    plan: Plan, device: DeviceFacts, records: dict[str, KernelRecord], verified: frozenset[str], allow_unverified: bool
+) -> Optional[str]:
+    """Why a plan's kernels cannot be launched on the device, or None."""
+    for kernel in plan.kernels:
         record = records.get(kernel)
         if record is None:
             return f"expected the kernel {kernel} in the manifest, found none"
@@ -146,7 +168,34 @@ def _two_kernel(
                 f"expected a record of a passed GPU check for {kernel}, found none; run scripts/check_gpu.py, "
                 "or set CUTLASS_OPS_ALLOW_UNVERIFIED=1 for development"
             )
-    return Plan(name, kernels, why)
+    return None
+
+
+def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> Optional[str]:
+    """Why the fused kernel cannot compute a problem, or None. The one place that knows its limits."""
+    n, c, h, w = problem.x_shape
+    _, k, out_h, out_w = problem.output_shape
+    pool = problem.pool
+    assert pool is not None
+    checks = (
+        (problem.weight_shape[2:] == (3, 3), f"a 3 x 3 filter, got {problem.weight_shape[2]} x {problem.weight_shape[3]}"),
+        (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
+        (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
+        (
+            (pool.kernel_size, pool.stride, pool.padding, pool.dilation) == ((2, 2), (2, 2), (0, 0), (1, 1)),
+            f"a 2 x 2 pool with stride 2, got {pool.kernel_size} with stride {pool.stride}",
+        ),
+        (not pool.ceil_mode or all(s % 2 == 0 for s in problem.conv_size), "whole pooling windows, got ceil_mode on an odd size"),
+        (pool.divisor_override in (None, 4), f"the mean of 4 values, got divisor_override {pool.divisor_override}"),
+        (not problem.channels_last and problem.x_strides == (c * h * w, h * w, w, 1), "a contiguous (NCHW) input and result"),
+        (w % 4 == 0 and problem.aligned, f"rows of whole 16 bytes for TMA, got width {w} (aligned: {problem.aligned})"),
+        (
+            team_size(problem, record.tile) <= device.sm_count,
+            f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
+        ),
+        (n * out_h <= MAX_INDEX, f"at most {MAX_INDEX} result rows, got {n} x {out_h}"),
+    )
+    return next((f"expected {text}" for fits, text in checks if not fits), None)
 
 
 def implicit_gemm_limit(problem: Problem) -> Optional[str]:

@@ -6,14 +6,9 @@ Needs a Hopper GPU; using the operators needs nothing of it. `accuracy.Criterion
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import os
-import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +19,7 @@ import torch
 
 from . import driver
 from .accuracy import Accuracy, Criterion, serving, uniform
+from .environment import environment
 from .errors import InstallationError
 from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel
 from .manifest import Manifest
@@ -172,43 +168,19 @@ def run_tests(tests: Sequence[Path], kernels: Path) -> tuple[dict[str, int], boo
     return counter.counts, code == 0 and counter.counts["passed"] > 0 and not counter.counts["failed"] + counter.counts["skipped"]
 
 
-def environment() -> dict[str, Any]:
-    """GPU, driver, CUDA, PyTorch, date (UTC), commit of the checkout (None where it is none) and whether it was changed."""
-    version = driver.check("cuDriverGetVersion", driver.api().cuDriverGetVersion())
-    file = Path("/proc/driver/nvidia/version")
-    module = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text()) if file.is_file() else None
-    checkout = Path(__file__).parent.parent
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": f"{module[1] if module else 'unknown'} (CUDA {version // 1000}.{version % 1000 // 10})",
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git(checkout, "rev-parse", "HEAD"),
-        "dirty": {None: None, "": False}.get(_git(checkout, "status", "--porcelain", "--", ":!generated/gpu_checks.json"), True),
-    }
-
-
-def _git(checkout: Path, *arguments: str) -> Optional[str]:
-    git = shutil.which("git")
-    if git is None or not (checkout / ".git").exists():
-        return None
-    result = subprocess.run([git, "-C", str(checkout), *arguments], capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def check(operators: Sequence[Operator], kernels: Path, tests: Sequence[Path]) -> bool:
+def check(operators: Sequence[Operator], kernels: Path, tests: Sequence[Path], commit: Optional[str] = None) -> bool:
     """Check every cubin of a folder and write its gpu_checks.json; returns whether all passed.
 
     `operators` are those of the folder's manifest. A cubin passes where no test fails or is skipped, its kernels have all
-    been launched, and every result that it took part in is accurate. Without `tests` nothing is written.
+    been launched, and every result that it took part in is accurate. Without `tests` nothing is written. `commit` is what to
+    record outside a git checkout.
     """
     manifest = Manifest.load(kernels / "manifest.json")
     wanted, given = {k.operator for k in manifest.kernels} - {""}, {op.spec.name for op in operators}
     if wanted != given:
         raise InstallationError(f"expected the operators {sorted(given)} in {kernels / 'manifest.json'}, got {sorted(wanted)}; build again")
-    facts = environment()
-    print(*(f"{name}: {value}" for name, value in facts.items()), f"python: {platform.python_version()}", sep="\n")
+    facts = environment(Path(__file__).parent.parent, commit)
+    print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n")
     with mock.patch.dict(os.environ, {ALLOW_UNVERIFIED: "1"}), launches() as launched:
         print(f"{'absolute error against float64':<72}{'max':>10}{'mean':>10}{'eager max':>11}{'eager mean':>11}{'allowed max, mean':>20}")
         rows = []

@@ -22,6 +22,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--spec", type=Path, help="a Python file with your own specs (default: the shipped operators)")
     parser.add_argument("--kernels", type=Path, help="with --spec: the folder they were built into (default: NAME_kernels/)")
     parser.add_argument("--skip-tests", action="store_true", help="print the accuracy table only; write nothing")
+    parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
     options = parser.parse_args()
     if options.kernels and not options.spec:
         parser.error("expected --spec beside --kernels: which operators the folder holds")
@@ -45,7 +46,7 @@ def main() -> int:
         else:
             kernels, tests = shipped_kernels(), [TESTS]
             operators = [getattr(cutlass_ops, name) for name in OPERATORS]
-        passed = verification.check(operators, kernels, [] if options.skip_tests else tests)
+        passed = verification.check(operators, kernels, [] if options.skip_tests else tests, options.commit)
     except (CutlassOpsError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

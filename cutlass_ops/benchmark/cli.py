@@ -50,7 +50,7 @@ def output_folder(options: argparse.Namespace, root: Path) -> Optional[Path]:
 
 def run(options: argparse.Namespace, root: Path) -> int:
     """Measure, print, write; returns the exit code: 1 where a result of ours was refused."""
-    from .probes import environment  # here: --render and --help need no torch machinery
+    from ..environment import environment  # here: --render and --help need no torch machinery
     from .run import Run, require_gpu
 
     require_gpu()
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, root: Path) -> int:
     path = None if out is None else out / "performance.json"
     trials = options.trials or 100
     operators = options.operator or ([MAIN.operator] if options.quick else list(CASES))
-    measured = Run(environment(root, options.commit, command_line(options), trials), trials, path)
+    measured = Run(environment(root, options.commit) | {"command": command_line(options), "trials": trials}, trials, path)
     result = measured.measure(groups(operators, quick=options.quick), processes=1 if options.quick else 3)
     if out is None or path is None:
         print(PARTIAL_RUN)

@@ -1,19 +1,14 @@
-"""What one process cannot measure beside the rest: the environment, and the first call in a fresh process."""
+"""What one process cannot measure beside the rest: the first call in a fresh process."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import platform
-import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Optional
-
-import torch
+from typing import Any
 
 from .cases import BenchmarkError
 
@@ -49,40 +44,3 @@ def first_call(processes: int) -> dict[str, Any]:
             raise BenchmarkError(f"expected the first call in a fresh process to succeed, exit code {done.returncode}: {last}")
         found.append(json.loads(done.stdout.strip().splitlines()[-1]))
     return {name: statistics.median(f[name] for f in found) for name in found[0]} | {"processes": processes}
-
-
-def _output(*command: str, cwd: Optional[Path] = None) -> Optional[str]:
-    """First line that a program prints; None where it is missing or fails."""
-    program = shutil.which(command[0])
-    if program is None:
-        return None
-    done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False, cwd=cwd)
-    return None if done.returncode else (done.stdout.splitlines() or [""])[0].strip()
-
-
-def commit_of(root: Path, given: Optional[str]) -> tuple[Optional[str], Optional[bool]]:
-    """Commit of a checkout and whether tracked files differ from it; `given` as git describe --always --dirty prints it."""
-    if given:
-        return given.removesuffix("-dirty"), given.endswith("-dirty")
-    commit = _output("git", "rev-parse", "HEAD", cwd=root)
-    if not commit:
-        return None, None
-    return commit, bool(_output("git", "status", "--porcelain", "--untracked-files=no", cwd=root))
-
-
-def environment(root: Path, given_commit: Optional[str], command: str, trials: int) -> dict[str, Any]:
-    """Where and how the figures were measured."""
-    commit, dirty = commit_of(root, given_commit)
-    index = torch.cuda.current_device()
-    return {
-        "gpu": torch.cuda.get_device_name(index),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit,
-        "dirty": dirty,
-        "command": command,
-        "trials": trials,
-    }

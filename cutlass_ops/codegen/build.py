@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from ..errors import BuildError, InstallationError
-from ..manifest import KernelRecord, Manifest
+from ..manifest import Family, KernelRecord, Manifest
 from ..spec import Spec
 from . import cubin, cutlass_api, source
 from .frontend import TraceableChain, normalize
@@ -24,7 +24,11 @@ from .toolchain import ARCHITECTURE, FLAGS, Toolchain
 
 _HERE = Path(__file__).parent
 _INCLUDE = _HERE / "include"
-SHARED_KERNELS = ("convert", "pool")
+#: Hand-written sources that all operators share; each is a family.
+SHARED_KERNELS: tuple[Family, ...] = ("convert", "pack", "pool")
+
+#: Raise it when `_inspect` records something else of the same cubin.
+RECORD_VERSION = 1
 
 Progress = Callable[[str, int, int], None]  # (kernel just finished, done, total)
 
@@ -35,10 +39,13 @@ class Unit:
 
     name: str
     key: str
-    #: For an implicit GEMM; the kernels shared by all operators have none.
+    family: Family
+    #: For an operator's kernels; the kernels shared by all operators have none.
     spec: Optional[Spec] = None
     chain: Optional[TraceableChain] = None
     operand: str = ""
+    #: For a fused kernel: the one for a padding that is no multiple of 4 columns.
+    shifted: bool = False
 
     def request(self) -> cutlass_api.Request:
         """What to ask CUTLASS's Python API for."""
@@ -60,26 +67,37 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps([str(p) for p in parts]).encode()).hexdigest()
 
 
-def _tool_key(toolchain: Toolchain) -> str:
-    """Hash of all that makes any kernel's bytes beside its own spec: compiler, flags, CUTLASS, this emitter."""
-    files = [*sorted(_INCLUDE.rglob("*.hpp")), _HERE / "cutlass_api.py", _HERE / "source.py", _HERE / "cubin.py"]
-    return _digest(toolchain.version, FLAGS, cutlass_api.cutlass_version(), *(f.read_text() for f in files))
+def _emission_key(*parts: object) -> str:
+    """Key of what a source is emitted from: its own spec, CUTLASS, and this emitter."""
+    emitter = [(_HERE / name).read_text() for name in ("cutlass_api.py", "source.py", "frontend.py")]
+    return _digest(cutlass_api.cutlass_version(), *emitter, *parts)
 
 
-def plan_units(specs: Sequence[Spec], toolchain: Toolchain) -> list[Unit]:
+def _build_key(source_text: str, toolchain: Toolchain) -> str:
+    """Key of what a cubin and its record come from: source, headers, compiler, flags, and how the cubin is read back."""
+    headers = [f.read_text() for f in sorted(_INCLUDE.rglob("*.hpp"))]
+    readers = [(_HERE / name).read_text() for name in ("cubin.py", "source.py")]
+    return _digest(source_text, *headers, *readers, RECORD_VERSION, toolchain.version, FLAGS, cutlass_api.cutlass_version())
+
+
+def plan_units(specs: Sequence[Spec]) -> list[Unit]:
     """Every cubin that the specs need. Raises ChainError for a chain that can't be traced, BuildError for a name clash."""
     names = [s.name for s in specs]
     clash = next((n for n in names if names.count(n) > 1 or n in SHARED_KERNELS), None)
     if clash is not None:
         raise BuildError(f"expected every operator to have a name of its own, got {clash!r} twice; rename one")
-    tools = _tool_key(toolchain)
     units = []
     for spec in specs:
         chain = normalize(spec)
         for operand in cutlass_api.OPERANDS:
-            key = _digest(tools, spec.name, chain, spec.tile, operand)
-            units.append(Unit(f"{spec.name}_{operand}", key, spec, chain, operand))
-    units += [Unit(name, _digest(tools, (_HERE / "kernels" / f"{name}.cu").read_text())) for name in SHARED_KERNELS]
+            key = _emission_key(spec.name, spec.doc, chain, spec.tile, operand)
+            units.append(Unit(f"{spec.name}_{operand}", key, "implicit_gemm", spec, chain, operand))
+        if spec.pool is not None:
+            for shifted in (False, True):
+                name = f"{spec.name}_fused{'_shifted' if shifted else ''}_f16"
+                key = _emission_key(spec.name, spec.doc, chain, spec.pool.kind, shifted)
+                units.append(Unit(name, key, "fused", spec, chain, "f16", shifted))
+    units += [Unit(name, _emission_key((_HERE / "kernels" / f"{name}.cu").read_text()), name) for name in SHARED_KERNELS]
     return units
 
 
@@ -90,7 +108,7 @@ def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
     leaves either the old or the new state of each file, and running it again completes it.
     Raises BuildError, ChainError.
     """
-    units = plan_units(specs, toolchain)
+    units = plan_units(specs)
     cubins = out / "cubins"
     try:
         cubins.mkdir(parents=True, exist_ok=True)
@@ -101,11 +119,17 @@ def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
         raise BuildError(f"expected to write to {out}, could not ({error}); name a writable folder with --out") from error
 
     old = _previous(out)
-    fresh = {u.name for u in units if _is_current(u, out, old)}
-    todo = [u for u in units if u.name not in fresh]
+    emitted = [u for u in units if not _is_current(u, out, old, toolchain)]
+    sources = _emit(emitted, toolchain) if emitted else {}
+    # A source that came out as it was before need not be compiled again.
+    todo = [u for u in emitted if not _has_cubin(u.name, out, old, _build_key(sources[u.name][0], toolchain))]
+    fresh = {u.name for u in units} - {u.name for u in todo}
+    for unit in emitted:
+        if unit.name in fresh and unit.spec is not None:
+            _write(out / f"{unit.name}.cu", sources[unit.name][0].encode())
     records = [k for k in old.kernels if Path(k.cubin).stem in fresh] if old else []
+    keys = {n: old.keys[n][1] for n in fresh} if old else {}
     if todo:
-        sources = _emit(todo, toolchain)
         workers = jobs or os.cpu_count() or 1
         with ThreadPoolExecutor(workers) as pool:
             futures = {pool.submit(_compile, u, sources[u.name], toolchain, out): u for u in todo}
@@ -123,7 +147,8 @@ def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
         "architecture": ARCHITECTURE,
         "flags": " ".join(FLAGS),
     }
-    manifest = Manifest(tuple(records), provenance, {u.name: u.key for u in units})
+    keys |= {u.name: _build_key(sources[u.name][0], toolchain) for u in todo}
+    manifest = Manifest(tuple(records), provenance, {u.name: [u.key, keys[u.name]] for u in units})
     _write(out / "manifest.json", manifest.dumps().encode())
     _sweep(out, {u.name for u in units})
     return Report(tuple(u.name for u in todo), tuple(sorted(fresh)))
@@ -142,8 +167,9 @@ def check(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
                 problems.append(f"{here} is missing")
             elif here.read_bytes() != path.read_bytes():
                 problems.append(f"{here} differs from a fresh build")
-        known = {p.name for p in fresh.glob("*.cu")}
-        problems += [f"{p} belongs to no operator" for p in sorted(out.glob("*.cu")) if p.name not in known]
+        for pattern in ("*.cu", "cubins/*.cubin"):
+            known = {p.name for p in fresh.glob(pattern)}
+            problems += [f"{p} belongs to no operator" for p in sorted(out.glob(pattern)) if p.name not in known]
     return problems
 
 
@@ -154,18 +180,24 @@ def _previous(out: Path) -> Optional[Manifest]:
         return None  # nothing usable: everything is built
 
 
-def _is_current(unit: Unit, out: Path, old: Optional[Manifest]) -> bool:
-    """Whether the unit's files are those that its key stands for."""
-    if old is None or old.keys.get(unit.name) != unit.key:
+def _is_current(unit: Unit, out: Path, old: Optional[Manifest], toolchain: Toolchain) -> bool:
+    """Whether the unit's files are those that its keys stand for, as far as that can be told without emitting."""
+    if old is None or old.keys.get(unit.name, [""])[0] != unit.key:
         return False
-    records = [k for k in old.kernels if Path(k.cubin).stem == unit.name]
-    path = out / "cubins" / f"{unit.name}.cubin"
-    if not records or not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != records[0].sha256:
+    path = out / f"{unit.name}.cu" if unit.spec else _HERE / "kernels" / f"{unit.name}.cu"
+    if not path.exists():
         return False
-    if unit.spec is None:
-        return True
-    emitted = out / f"{unit.name}.cu"
-    return emitted.exists() and source.is_sealed(emitted.read_text())
+    text = path.read_text()
+    return (unit.spec is None or source.is_sealed(text)) and _has_cubin(unit.name, out, old, _build_key(text, toolchain))
+
+
+def _has_cubin(name: str, out: Path, old: Optional[Manifest], key: str) -> bool:
+    """Whether the cubin of this build key is there, as the manifest records it."""
+    if old is None or old.keys.get(name, ["", ""])[1] != key:
+        return False
+    records = [k for k in old.kernels if Path(k.cubin).stem == name]
+    path = out / "cubins" / f"{name}.cubin"
+    return bool(records) and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == records[0].sha256
 
 
 def _emit(units: Sequence[Unit], toolchain: Toolchain) -> dict[str, tuple[str, Optional[cutlass_api.Emission]]]:
@@ -179,8 +211,9 @@ def _emit(units: Sequence[Unit], toolchain: Toolchain) -> dict[str, tuple[str, O
     for unit, emission in zip(gemms, emissions):
         assert unit.spec is not None
         summary = unit.spec.doc.splitlines()[0] if unit.spec.doc else ""
-        title = f"{unit.spec.name}, {unit.operand} operands. {summary}"
-        sources[unit.name] = source.implicit_gemm_source(unit.name, title, emission, source.layout_paths(emission)), emission
+        title = f"{unit.spec.name}, {unit.operand} operands, {unit.family}. {summary}"
+        pool = unit.spec.pool.kind if unit.spec.pool else None
+        sources[unit.name] = source.kernel_source(unit.family, unit.name, title, emission, pool, unit.shifted), emission
     for unit in units:
         if unit.spec is None:
             sources[unit.name] = (_HERE / "kernels" / f"{unit.name}.cu").read_text(), None
@@ -226,24 +259,16 @@ def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, l
     cubin.check_architecture(unit.name, data, ARCHITECTURE)
     resources = cubin.ptxas_report(unit.name, log)
     words = cubin.read_words(unit.name, data, f"{unit.name}_layout")
-    sha256 = hashlib.sha256(data).hexdigest()
-    file = f"{unit.name}.cubin"
+    common = {
+        "family": unit.family,
+        "cubin": f"{unit.name}.cubin",
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "architecture": ARCHITECTURE,
+    }
     if emission is None:
+        plain = {"operator": "", "shared_memory": 0, "params_size": words[0], "threads": words[1], "hgmma": 0}
         return [
-            KernelRecord(
-                name=name,
-                family="convert" if unit.name == "convert" else "pool",
-                operator="",
-                cubin=file,
-                sha256=sha256,
-                architecture=ARCHITECTURE,
-                variant=tuple(name.split("_")[1:]),
-                threads=words[1],
-                shared_memory=0,
-                params_size=words[0],
-                registers=found.registers,
-                hgmma=0,
-            )
+            KernelRecord(name=name, variant=tuple(name.split("_")[1:]), registers=found.registers, **plain, **common)  # type: ignore[arg-type]
             for name, found in sorted(resources.items())
         ]
     assert unit.spec is not None
@@ -253,31 +278,27 @@ def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, l
         raise BuildError(f"{unit.name}: expected wgmma instructions (HGMMA) in the SASS, found none")
     header = dict(zip(source.HEADER, words))
     offsets = iter(words[len(source.HEADER) :])
-    fields = {name: next(offsets) for name in source.PARAMETERS}
+    fields = {name: next(offsets) for name in source.PARAMETERS[unit.family]}
     names = {i.internal: (i.name, i.kind) for i in unit.chain.inputs}
     chain = {names[internal]: next(offsets) for internal in emission.inputs}
-    constants = tuple((next(offsets), value) for _, value in emission.constants)
     return [
         KernelRecord(
             name=unit.name,
-            family="implicit_gemm",
             operator=unit.spec.name,
-            cubin=file,
-            sha256=sha256,
-            architecture=ARCHITECTURE,
-            variant=(unit.operand,),
+            variant=(unit.operand, unit.spec.pool.kind) if unit.family == "fused" and unit.spec.pool else (unit.operand,),
             threads=header["threads"],
             shared_memory=header["shared_memory"],
             params_size=header["params_size"],
             registers=resources[unit.name].registers,
             hgmma=hgmma,
-            tile=emission.tile,
+            tile=(header["tile_m"], header["tile_n"], header["tile_k"]),
             stages=header["stages"],
             epilogue_tile=(header["epilogue_tile_m"], header["epilogue_tile_n"]),
             fields=fields,
             vectors={name: offset for (name, kind), offset in chain.items() if kind == "vector"},
             scalars={name: offset for (name, kind), offset in chain.items() if kind == "scalar"},
-            constants=constants,
+            constants=tuple((next(offsets), value) for _, value in emission.constants),
+            **common,  # type: ignore[arg-type]
         )
     ]
 

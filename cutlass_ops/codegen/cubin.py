@@ -45,7 +45,7 @@ def ptxas_report(kernel: str, text: str) -> dict[str, Resources]:
             raise BuildError(f"{kernel}: {name} uses local memory ({frame[0]}); it must fit its registers")
         shared = re.search(r"(\d+) bytes smem", block)
         found[name] = Resources(int(used[1]), int(shared[1]) if shared else 0)
-    warning = re.search(r"\(C75\d\d\)[^\n]*", text)
+    warning = re.search(r"\(C75\d\d\)[^\n]*serialized[^\n]*", text)
     if warning:
         raise BuildError(f"{kernel}: ptxas gave up on asynchronous wgmmas: {warning[0]}")
     if not found:

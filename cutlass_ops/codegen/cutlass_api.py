@@ -40,6 +40,7 @@ class Emission:
     """What CUTLASS's Python API gives: type declarations, the names of the collectives, where the inputs lie."""
 
     visitor_tree: str
+    root: str  # name of the tree's type
     epilogue: str  # declaration of the type `epilogue_name`
     mainloop: str  # declaration of `mainloop_name`; its shared memory is what `Epilogue` leaves
     epilogue_name: str
@@ -105,6 +106,10 @@ def _trace(request: Request) -> tuple[Any, dict[str, float]]:
             self.example_inputs = example_inputs
             self.visit(ast.parse(request.chain_source))
 
+        def visit_UnaryOp(self, node: ast.UnaryOp) -> str:  # noqa: N802
+            # A negative number: the one unary operation that is left.
+            return self.add_imm(ast.literal_eval(node))
+
         def add_imm(self, value: float) -> str:  # the original makes names of values: 1e+20 is no C++ identifier
             name = f"constant{len(constants)}"
             constants[name] = float(value)
@@ -162,6 +167,33 @@ def _member_paths(declarations: str, root: str) -> dict[str, str]:
 
     walk(root, "")
     return paths
+
+
+def _check_operands(declarations: str) -> None:
+    """Raise RuntimeError where a node lost an operand.
+
+    CUTLASS 4.2's PassDAG2Tree drops one where a value is used both inside and behind a part that it turns into a graph.
+    """
+    bodies = {m[1]: m[2] for m in re.finditer(r"using (\w+) = ([^;]+);", declarations)}
+    binary = "plus|minus|multiplies|divides|maximum_with_nan_propagation|minimum_with_nan_propagation"
+
+    def check(node: str, operands: int) -> None:
+        if "Sm90Compute<" in bodies[node]:
+            expected = 2 if re.search(rf"cutlass::({binary})\b", bodies[node]) else 1
+            if operands != expected:
+                raise RuntimeError(
+                    "CUTLASS's tracer lost an operand: a variable is used both inside and behind a part of the chain that uses another "
+                    "variable twice; write the variable's expression out where it is used last"
+                )
+
+    for body in bodies.values():
+        if "Sm90EVT<" in body:
+            node, *children = re.findall(r"\w+", body.split("Sm90EVT<", 1)[1])
+            check(node, len(children))
+        if "Sm90TopologicalVisitor<" in body:
+            edges = re.findall(r"cute::seq<([^>]*)>", body)
+            for node, edge in zip(re.findall(r"\w+", body.rsplit(">,", 1)[1]), edges):
+                check(node, len(re.findall(r"\d+", edge)))
 
 
 def _operation(request: Request) -> Any:
@@ -234,6 +266,7 @@ def _collectives(request: Request, root: str) -> dict[str, str]:
 def _emit_one(request: Request) -> Emission:
     dag_ir, constants = _trace(request)
     declarations, root = _visitor_tree(dag_ir)
+    _check_operands(declarations)
     paths = _member_paths(declarations, root)
 
     def path(node: str) -> str:  # a node's C++ type is its name in camel case
@@ -241,6 +274,7 @@ def _emit_one(request: Request) -> Emission:
 
     return Emission(
         visitor_tree=declarations.strip() + "\n",
+        root=root,
         **_collectives(request, root),
         tile=(request.tile_m, request.tile_n, OPERANDS[request.operand][1]),
         inputs={node: path(node) + (".ptr_row" if kind == "vector" else ".scalars") for node, kind in request.inputs},

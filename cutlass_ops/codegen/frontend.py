@@ -64,7 +64,7 @@ class _Normalizer:
         self.values: dict[str, ast.expr] = {"accum": ast.Name("accum")}
         self.values |= {i.name: ast.Name(i.internal) for i in self.inputs}
         self.globals = inspect.getclosurevars(spec.chain)
-        self.statements: list[ast.stmt] = []
+        self.statements: list[ast.Assign] = []
         self.used: set[str] = set()
 
     def fail(self, node: ast.AST, construct: str) -> NoReturn:
@@ -84,7 +84,8 @@ class _Normalizer:
         for statement in body[:-1]:
             self.assign(statement)
         result = self.expression(body[-1].value)
-        if isinstance(result, ast.Constant) or "accum" not in self.used:
+        self.drop_unused(result)
+        if "accum" not in self.used:
             self.fail(body[-1], "the result does not depend on `accum`")
         for item in self.inputs:
             if item.internal not in self.used:
@@ -93,6 +94,21 @@ class _Normalizer:
         arguments = ", ".join(["accum", *(i.internal for i in self.inputs)])
         statements = "".join(f"    {ast.unparse(ast.fix_missing_locations(s))}\n" for s in self.statements)
         return TraceableChain(f"def chain({arguments}):\n{statements}    return D\n", self.inputs)
+
+    def drop_unused(self, result: ast.expr) -> None:
+        """Keep the statements that the result depends on; `used` becomes the names that it does depend on."""
+
+        def names(node: ast.AST) -> set[str]:
+            return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+        self.used = names(result)
+        kept: list[ast.Assign] = []
+        for statement in reversed(self.statements):
+            target, value = statement.targets[0], statement.value
+            if names(target) & self.used:
+                self.used |= names(value)
+                kept.append(statement)
+        self.statements = kept[::-1]
 
     def emit(self, target: str, value: ast.expr) -> None:
         self.statements.append(ast.Assign([ast.Name(target)], value, lineno=0))
@@ -103,11 +119,6 @@ class _Normalizer:
             target, value = statement.target, statement.value
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target, value = statement.targets[0], statement.value
-        elif isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-            target = statement.target
-            value = ast.copy_location(
-                ast.BinOp(ast.copy_location(ast.Name(target.id), statement), statement.op, statement.value), statement
-            )
         else:
             self.fail(statement, f"a statement of kind {type(statement).__name__}")
         if not isinstance(target, ast.Name):

@@ -86,7 +86,10 @@ __device__ void store_channels(__nv_bfloat16* p, float const (&v)[8]) {
 // The tensor core truncates raw fp32 to TF32 (error twice as large): round to nearest here.
 __device__ void store_channels(Tf32* p, float const (&v)[4]) {
   uint32_t q[4];
-  for (int i = 0; i < 4; ++i) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(q[i]) : "f"(v[i]));
+  for (int i = 0; i < 4; ++i) {
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(q[i]) : "f"(v[i]));
+    if (v[i] != v[i]) q[i] = 0x7fffffffu;  // the conversion cuts a NaN's payload, and without payload it is an infinity
+  }
   *reinterpret_cast<uint4*>(p) = make_uint4(q[0], q[1], q[2], q[3]);
 }
 
@@ -165,6 +168,9 @@ __device__ bool convert_tile(Job const& job, Tiling const& tiling, unsigned tile
 
 template <class Source, class Target, bool CheckRange>
 __device__ void convert(Params const& params) {
+  // Programmatic launch: the next kernel may come up now; our predecessor's results are complete and visible after the wait.
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   if (params.guard != nullptr && *params.guard != params.guard_value) return;
   __shared__ float smem[kSharedFloats];
   bool misfit = false;

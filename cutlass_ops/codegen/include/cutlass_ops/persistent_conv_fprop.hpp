@@ -33,7 +33,12 @@ struct PersistentConvFprop {
 
   static constexpr int TileM = size<0>(TileShape{}), TileN = size<1>(TileShape{}), TileK = size<2>(TileShape{});
   static constexpr int Consumers = 2;
-  static constexpr int MaxThreadsPerBlock = (1 + Consumers) * cutlass::NumThreadsPerWarpGroup;
+  static constexpr int kThreads = (1 + Consumers) * cutlass::NumThreadsPerWarpGroup;
+  // For the layout table.
+  static constexpr int kStages = CollectiveMainloop::DispatchPolicy::Stages;
+  static constexpr int kTile[3] = {TileM, TileN, TileK};
+  static constexpr int kEpilogueTile[2] = {size<0>(typename CollectiveEpilogue::EpilogueTile{}),
+                                           size<1>(typename CollectiveEpilogue::EpilogueTile{})};
   static_assert(size(TiledMma{}) == cutlass::NumThreadsPerWarpGroup, "ping-pong: one warpgroup a tile");
   static_assert(size(typename CollectiveMainloop::DispatchPolicy::ClusterShape{}) == 1, "no clusters");
 
@@ -164,6 +169,9 @@ struct PersistentConvFprop {
   }
 
   CUTLASS_DEVICE void operator()(Params const& params, char* smem) const {
+    // Programmatic launch: the next kernel may come up now; our predecessor's results are complete and visible after the wait.
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     if (params.guard != nullptr && *params.guard != params.guard_value) {
       return;
     }
