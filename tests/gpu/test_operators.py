@@ -96,8 +96,14 @@ def test_kernelbench_sizes_are_as_accurate_as_eager_tf32(op, x_shape, k):
         eager = op._reference(x, weight, bound, scalars, parameters)
     expected = torch.cat([reference64(op, images, weight, *given) for images in x.split(16)])
     eager_max, eager_mean = errors(eager, expected)
+    # For few channels cuDNN may choose an algorithm in true fp32, which no TF32 result comes close to.
+    eager_is_tf32 = eager_mean > 1e-6
+    assert eager_is_tf32 or op is not POOLED
     for plan in serving(op, x, weight, *given, precision="tf32"):
         y = call(plan, op, x, weight, *given, precision="tf32")
+        if not eager_is_tf32:
+            assert accuracy.Criterion(op, x[:16], weight, *given, precision="tf32").judge(y[:16]).passed, plan
+            continue
         found_max, found_mean = errors(y, expected)
         assert found_max <= 1.05 * eager_max, plan
         assert found_mean <= 1.05 * eager_mean, plan

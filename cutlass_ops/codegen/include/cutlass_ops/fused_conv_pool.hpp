@@ -135,6 +135,13 @@ struct FusedConvPool {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
   }
 
+  // NaN wins, so that it counts as a value that does not fit: its bits are above those of every number.
+  CUTLASS_DEVICE static float larger(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+  }
+
   // Eight pixels x 64 channels a warp at a time: lane = (16-byte chunk, pixel pair). K position 8 * c + j of a pixel row holds
   // input channel c + 8 * j, which makes the reads conflict-free; the packed weights have the same order.
   // Sets `misfit` (in shared memory) where a patch has a value that fp16 cannot hold.
@@ -154,7 +161,7 @@ struct FusedConvPool {
         __half2 const low = __floats2half2_rn(a.x, b.x), high = __floats2half2_rn(a.y, b.y);
         even[j] = reinterpret_cast<uint32_t const&>(low);
         odd[j] = reinterpret_cast<uint32_t const&>(high);
-        magnitude = fmaxf(fmaxf(magnitude, fmaxf(fabsf(a.x), fabsf(b.x))), fmaxf(fabsf(a.y), fabsf(b.y)));  // NaN stays NaN in fp16: no matter
+        magnitude = larger(larger(magnitude, larger(fabsf(a.x), fabsf(b.x))), larger(fabsf(a.y), fabsf(b.y)));
       }
       int const line = pixel >= kBoxColumns, column = pixel - (line ? kBoxColumns : 0);  // column is even
       uint32_t const target = slot + line * kRowBytes + column * kPixelBytes + ((chunk ^ (column & 7)) << 4);
