@@ -31,8 +31,8 @@ class PreparedCall:
         plan: Plan,
         kernels: KernelSet,
         device: int,
-        vector_names: Sequence[str] = (),
-        scalar_names: Sequence[str] = (),
+        vector_names: Sequence[str],
+        scalar_names: Sequence[str],
     ) -> None:
         """Load the plan's kernels; `vector_names` and `scalar_names` name what calls pass, in their order."""
         self.problem, self.plan = problem, plan

@@ -57,7 +57,8 @@ def stages(operator: Operator, plan: Plan, x: Tensor, weight: Tensor, arguments:
     """
     vectors, scalars, parameters = operator._bind((), dict(arguments))
     kernels, device = kernel_set(operator.kernels), x.device.index
-    call = PreparedCall(operator.problem(x, weight, parameters), plan, kernels, device)
+    names = [[a.name for a in arguments] for arguments in (operator.spec.vectors, operator.spec.scalars)]
+    call = PreparedCall(operator.problem(x, weight, parameters), plan, kernels, device, *names)
     workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=x.device)
     y = torch.empty_like(operator(x, weight, **arguments))
     call.launch(workspace.data_ptr(), y, x, weight, vectors, scalars)

@@ -233,7 +233,9 @@ def _compile(unit: Unit, emitted: tuple[str, Optional[cutlass_api.Emission]], to
             (work / f"cutlass_include{i}").symlink_to(folder, target_is_directory=True)
             includes.append(f"-Icutlass_include{i}")
         command = [str(toolchain.nvcc), *FLAGS, *includes, f"{unit.name}.cu", "-o", f"{unit.name}.cubin"]
-        result = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+        # nvcc takes further flags from NVCC_* variables, which the build key does not know of.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("NVCC_")}
+        result = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
         log = f"$ {' '.join(command)}\n{result.stdout}{result.stderr}"
         if result.returncode:
             _fail(unit, command, log, out)

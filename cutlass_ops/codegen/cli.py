@@ -84,3 +84,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return 1 if problems else 0
     print(f"{out}: {len(report.built)} cubins built, {len(report.reused)} up to date ({seconds:.1f} s)")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

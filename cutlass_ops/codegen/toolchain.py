@@ -43,10 +43,7 @@ class Toolchain:
 
     def sass(self, cubin: Path) -> str:
         """Disassembly of a cubin."""
-        tool = self.home / "bin" / "cuobjdump"
-        if not tool.exists():
-            raise BuildError(f"expected cuobjdump beside nvcc in {tool.parent}, found none; {_REMEDY}")
-        result = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=False)
+        result = subprocess.run([self.home / "bin" / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=False)
         if result.returncode:
             raise BuildError(f"cuobjdump could not disassemble {cubin}: {result.stderr.strip()[:500]}")
         return result.stdout
@@ -69,11 +66,14 @@ def find(nvcc: Optional[str] = None) -> Toolchain:
         raise BuildError(
             f"expected nvcc release {NVCC_RELEASE} (other releases give other, unverified cubins), got {match[1]} at {resolved}; {_REMEDY}"
         )
+    home = Path(resolved).parent.parent
+    for tool in ("cuobjdump", "nvdisasm"):  # cuobjdump calls the other
+        if not (home / "bin" / tool).exists():
+            raise BuildError(f"expected {tool} beside nvcc in {home / 'bin'}, found none; {_REMEDY}")
     if shutil.which("g++") is None:
         raise BuildError(
             "expected the host compiler g++, which nvcc calls to preprocess, found none; install it (Debian: apt-get install g++)"
         )
-    home = Path(resolved).parent.parent
     return Toolchain(home, match[2])
 
 

@@ -41,6 +41,8 @@ def nvcc(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(mode)
+        for tool in ("cuobjdump", "nvdisasm"):
+            (path.parent / tool).touch()
         return str(path)
 
     return write
@@ -97,10 +99,12 @@ def test_a_missing_host_compiler_is_named_with_the_remedy(nvcc, tmp_path, monkey
         find(path)
 
 
-def test_a_missing_disassembler_is_named_with_the_remedy(nvcc, tmp_path):
-    found = find(nvcc(VERSION))
-    with pytest.raises(BuildError, match=rf"expected cuobjdump beside nvcc in .*/bin, found none; {REMEDY}"):
-        found.sass(tmp_path / "some.cubin")
+@pytest.mark.parametrize("tool", ["cuobjdump", "nvdisasm"])
+def test_a_missing_disassembler_is_named_with_the_remedy(nvcc, tool):
+    path = nvcc(VERSION)
+    Path(path).with_name(tool).unlink()
+    with pytest.raises(BuildError, match=rf"expected {tool} beside nvcc in .*/bin, found none; {REMEDY}"):
+        find(path)
 
 
 def test_a_cubin_that_cannot_be_disassembled_is_named(toolchain, tmp_path):
