@@ -94,6 +94,7 @@ def _trace(request: Request) -> tuple[Any, dict[str, float]]:
     from cutlass_cppgen.backend.evt.frontend import PythonASTFrontend
     from cutlass_cppgen.backend.evt.ir import LoadNode
     from cutlass_cppgen.backend.evt.ir.tensor import Tensor
+    from cutlass_cppgen.backend.evt.passes import PassDAG2Tree
     from cutlass_library import DataType, LayoutType
 
     constants: dict[str, float] = {}
@@ -123,8 +124,48 @@ def _trace(request: Request) -> tuple[Any, dict[str, float]]:
     for name, kind in request.inputs:
         examples[name] = tensor(1, 1, n) if kind == "vector" else 0.5
     frontend = Frontend(cc=90)
+    frontend.pass_manager.nodes[PassDAG2Tree.__name__]["callable"] = _whole_graph_pass()(frontend.dag_ir)
     frontend.trace(examples)
     return frontend.dag_ir, constants
+
+
+def _whole_graph_pass() -> type:
+    """A pass in place of CUTLASS 4.2's PassDAG2Tree: a chain that is no tree becomes one topological visitor as a whole.
+
+    PassDAG2Tree makes a graph of the part around each shared value alone, and drops an operand where a value is used both
+    inside and behind such a part.
+    """
+    from copy import deepcopy
+
+    from cutlass_cppgen.backend.evt.ir import DAGIR, ComputeNode, TopoVisitorNode
+    from cutlass_cppgen.backend.evt.passes import PassDAG2Tree
+
+    class PassWholeGraph(PassDAG2Tree):  # type: ignore[misc]
+        def call(self) -> None:
+            ir = self.dag_ir
+            if all(ir.out_degree(node) <= 1 for node in ir.nodes):
+                return
+            (result,) = ir.get_all_inputs("D")
+            order = ir.nodes_topological_order()
+            fused = [node for node in order if isinstance(ir.get_node_meta(node), ComputeNode)]
+            subgraph = DAGIR(ir.cc)
+            for node in order:
+                meta = deepcopy(ir.get_node_meta(node))
+                meta.disabled = node not in fused
+                subgraph.add_node(meta)
+            for source, target in ir.edges:
+                subgraph.add_edge(source, target, ir.get_edge_weight(source, target))
+            graph = TopoVisitorNode(name=f"dag_{result}", subgraph=subgraph, output_node=ir.get_node_meta(result))
+            ir.add_node(graph)
+            loads = [node for node in order if node not in fused and node != "D"]
+            for index, node in enumerate(loads):
+                ir.add_edge(node, graph.name, weight=index)
+            ir.replace_all_uses_with(result, graph.name)
+            for node in fused:
+                if ir.has_node(node):
+                    ir.remove_node(node)
+
+    return PassWholeGraph
 
 
 def _visitor_tree(dag_ir: Any) -> tuple[str, str]:
@@ -170,10 +211,7 @@ def _member_paths(declarations: str, root: str) -> dict[str, str]:
 
 
 def _check_operands(declarations: str) -> None:
-    """Raise RuntimeError where a node lost an operand.
-
-    CUTLASS 4.2's PassDAG2Tree drops one where a value is used both inside and behind a part that it turns into a graph.
-    """
+    """Raise RuntimeError where a node lost an operand in CUTLASS's passes."""
     bodies = {m[1]: m[2] for m in re.finditer(r"using (\w+) = ([^;]+);", declarations)}
     binary = "plus|minus|multiplies|divides|maximum_with_nan_propagation|minimum_with_nan_propagation"
 
@@ -181,10 +219,7 @@ def _check_operands(declarations: str) -> None:
         if "Sm90Compute<" in bodies[node]:
             expected = 2 if re.search(rf"cutlass::({binary})\b", bodies[node]) else 1
             if operands != expected:
-                raise RuntimeError(
-                    "CUTLASS's tracer lost an operand: a variable is used both inside and behind a part of the chain that uses another "
-                    "variable twice; write the variable's expression out where it is used last"
-                )
+                raise RuntimeError(f"CUTLASS's passes left {node} with {operands} operands instead of {expected}: {bodies[node]}")
 
     for body in bodies.values():
         if "Sm90EVT<" in body:

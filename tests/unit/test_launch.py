@@ -128,8 +128,8 @@ def test_the_implicit_gemm_gets_the_convolutions_numbers(gpu):
     for gemm in family(gpu, gpu.name):
         found = {name: field(gemm, name) for name in NUMBERS}
         p, q = 5, 7
-        # c: 5 channels padded to 16 bytes of fp16
-        assert found == dict(zip(NUMBERS, (2 * p * q, 6, 8, 3, 2, p, q, 2, 1, 1, 0, 1, 3)))
+        # c: 5 channels padded to 16
+        assert found == dict(zip(NUMBERS, (2 * p * q, 6, 16, 3, 2, p, q, 2, 1, 1, 0, 1, 3)))
 
 
 @pytest.mark.parametrize(("operand", "size", "element"), [("f16", 2, "FLOAT16"), ("tf32", 4, "FLOAT32")])
@@ -141,13 +141,13 @@ def test_descriptors_describe_the_converted_operands_and_the_result(gpu, operand
     call, arguments = tensor_map(gpu, gemm, "activation")
     assert (call, arguments[:2]) == ("im2col", [f"CU_TENSOR_MAP_DATA_TYPE_{element}", 4])
     assert arguments[2] == convert.jobs[0].target
-    assert arguments[3:5] == [[8, 10, 9, 2], [8 * size, 80 * size, 720 * size]]  # C, W, H, N
+    assert arguments[3:5] == [[16, 10, 9, 2], [16 * size, 160 * size, 1440 * size]]  # C, W, H, N
     assert arguments[5:7] == [[-2, -1], [2 - 3, 1 - 4]]  # corners: W, H
     assert arguments[7:10] == [tile_k, 192, [1, 1, 2, 1]]  # channels, pixels, traversal strides
     call, arguments = tensor_map(gpu, gemm, "filter")
     assert (call, arguments[:2]) == ("tiled", [f"CU_TENSOR_MAP_DATA_TYPE_{element}", 3])
     assert arguments[2] == convert.jobs[1].target
-    assert arguments[3:7] == [[8, 6, 6], [8 * size, 48 * size], [tile_k, 1, 128], [1, 1, 1]]  # C, R * S, K
+    assert arguments[3:7] == [[16, 6, 6], [16 * size, 96 * size], [tile_k, 1, 128], [1, 1, 1]]  # C, R * S, K
     call, arguments = tensor_map(gpu, gemm, "output")
     p, q = 4, 11
     assert (call, arguments[:2]) == ("tiled", ["CU_TENSOR_MAP_DATA_TYPE_FLOAT32", 3])
@@ -164,8 +164,8 @@ def test_conversions_read_the_callers_tensors_as_they_lie(gpu):
         assert (activation.source, filters.source) == (x.data_ptr(), weight.data_ptr())
         assert (activation.batch_stride, activation.channel_stride, activation.pixel_stride) == (450, 1, 5)
         assert (filters.batch_stride, filters.channel_stride, filters.pixel_stride) == (30, 6, 1)
-        assert (activation.batch, activation.channels, activation.pixels, activation.padded_channels) == (2, 5, 90, 8)
-        assert (filters.batch, filters.channels, filters.pixels, filters.padded_channels) == (6, 5, 6, 8)
+        assert (activation.batch, activation.channels, activation.pixels, activation.padded_channels) == (2, 5, 90, 16)
+        assert (filters.batch, filters.channels, filters.pixels, filters.padded_channels) == (6, 5, 6, 16)
 
 
 def test_the_pool_reads_the_implicit_gemms_rows_and_writes_the_result(gpu):

@@ -91,7 +91,8 @@ __device__ void pool_pixel(Params const& params, float const* image, int pixel, 
   }
   if constexpr (Kind::kInit == 0.f) {
     float const d = divisor(params, h0, w0);
-    for (int i = 0; i < 4; ++i) sum[i] = __fdiv_rn(sum[i], d);
+    if (d != 1.f)
+      for (int i = 0; i < 4; ++i) sum[i] = __fdiv_rn(sum[i], d);
   }
 }
 
@@ -140,11 +141,18 @@ __device__ void pool_tiles(Params const& params, float (&tile)[kTileChannels][kP
       for (int i = 0; i < 4; ++i) tile[lane_c + i][pass * kLanesP + lane_p] = sum[pass][i];
     __syncthreads();
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bool const vectors = sizeof(Target) == 4 && pixels % 4 == 0;  // planes of whole 16 bytes
     for (int c = warp; c < kTileChannels && c0 + c < params.channels; c += kThreads / 32) {
       Target* out = target + (n * params.channels + c0 + c) * pixels + p0;
+      if (vectors) {
 #pragma unroll
-      for (int p = lane; p < kTilePixels; p += 32)
-        if (p0 + p < pixels) store(out + p, tile[c][p]);
+        for (int p = lane * 4; p < kTilePixels; p += 128)
+          if (p0 + p < pixels) *reinterpret_cast<float4*>(out + p) = make_float4(tile[c][p], tile[c][p + 1], tile[c][p + 2], tile[c][p + 3]);
+      } else {
+#pragma unroll
+        for (int p = lane; p < kTilePixels; p += 32)
+          if (p0 + p < pixels) store(out + p, tile[c][p]);
+      }
     }
   }
 }
