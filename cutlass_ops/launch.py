@@ -37,6 +37,8 @@ class PreparedCall:
         """Load the plan's kernels; `vector_names` and `scalar_names` name what calls pass, in their order."""
         self.problem, self.plan = problem, plan
         self._vector_names, self._scalar_names = vector_names, scalar_names
+        #: Whether the caller's tensors must be made presentable() first (set by who knows them).
+        self.copies = False
         self._device, self._index = torch.device("cuda", device), device
         self._output_shape = problem.output_shape
         self._is_empty = problem.output_shape[0] == 0  # every other dimension is positive

@@ -290,7 +290,9 @@ class Operator:
         if call is None:  # the plan that calls PyTorch's own operators
             with _in_precision(precision):
                 return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
-        return call(presentable(x), presentable(weight), [_as_vector(v) for v in vectors], scalars)
+        if call.copies:
+            x, weight = presentable(x), presentable(weight)
+        return call(x, weight, [_as_vector(v) for v in vectors], scalars)
 
     def _prepare(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters, forced: Optional[str]
@@ -305,7 +307,9 @@ class Operator:
             raise NoPlanError(_describe(problem, selection))
         if not selection.plan.kernels:
             return None
-        return PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
+        call = PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
+        call.copies = presentable(x) is not x or presentable(weight) is not weight
+        return call
 
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
         """The facts of a call whose arguments have been checked."""
