@@ -22,7 +22,7 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", to
 class PoolArguments:
     """Arguments of the pool, named as torch.nn.functional.avg_pool2d and max_pool2d name them."""
 
-    kind: str  # "avg" or "max" ("none": NO_POOL)
+    kind: str  # "avg" or "max"
     kernel_size: Pair
     stride: Pair
     padding: Pair = (0, 0)
@@ -57,7 +57,7 @@ class Parameters:
 
 
 #: No pool: the pooling kernel then only changes the layout.
-NO_POOL = PoolArguments("none", (1, 1), (1, 1))
+NO_POOL = PoolArguments("avg", (1, 1), (1, 1))
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,6 @@ def compute(
 
 def apply_pool(y: Tensor, pool: PoolArguments) -> Tensor:
     """PyTorch's pool with these arguments."""
-    if pool.kind == "none":
-        return y
     if pool.kind == "max":
         return functional.max_pool2d(y, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
     return functional.avg_pool2d(

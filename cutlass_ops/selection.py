@@ -135,7 +135,7 @@ def _two_kernel(name: str, problem: Problem) -> Union[Plan, str]:
     limit = implicit_gemm_limit(problem)
     if limit is not None:
         return limit
-    kind = problem.pool.kind if problem.pool else "none"
+    kind = problem.pool.kind if problem.pool else "avg"
     converts = tuple(f"convert_{dtype}_{operand}" for operand in operands)
     gemms = tuple(f"{problem.operator}_{operand}" for operand in operands)
     return Plan(name, (*converts, *gemms, f"pool_{kind}_{dtype}"), why)

@@ -209,7 +209,7 @@ class _Pool:
         params.count_include_pad = int(pool.count_include_pad)
         params.divisor_override = pool.divisor_override or 0
         params.channels_last = int(problem.channels_last)
-        tiles = n * -(-out_h * out_w // 64) * -(-k // 32)  # an upper bound is enough
+        tiles = n * -(-out_h * out_w // 256) * -(-k // 32)
         grid = max(1, min(tiles, sm_count * kernel.blocks_per_sm))
         self.launch = driver.Launch(kernel.function, grid, kernel.record.threads, 0, params, overlap=True)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cutlass_ops.launch import PoolParams, round_up
-from cutlass_ops.problem import NO_POOL, PoolArguments, pool_size
+from cutlass_ops.problem import PoolArguments, pool_size
 from cutlass_ops.reference import apply_pool
 
 from .helpers import DEVICE, DTYPES, Target, assert_same_bits, generator, integers, launch, name_of
@@ -40,7 +40,6 @@ POOLS = [
     pool_of("max", (3, 2), (1, 2), dilation=(2, 3)),
     pool_of("max", (3, 3), (2, 2), padding=(1, 1), dilation=(2, 1), ceil_mode=True),
     pool_of("max", (1, 1), (1, 1), dilation=(3, 3)),
-    NO_POOL,
 ]
 
 
@@ -74,7 +73,7 @@ def run_pool(images, pool, dtype, channels_last, guard=None, guard_value=0):
 @pytest.mark.parametrize("pool", POOLS, ids=pool_name)
 def test_pools_of_integers_are_pytorchs(pool, dtype):
     """Sums are exact, so that the one division and the rounding to the target decide every bit."""
-    for c, h, w in [(1, 9, 11), (7, 8, 10), (64, 9, 11), (130, 37, 41), (70, 20, 36)]:
+    for c, h, w in [(1, 9, 11), (7, 8, 10), (64, 9, 11), (130, 37, 41)]:
         images = integers((2, c, h, w), -8, 8, generator("pool", pool, c))
         expected = apply_pool(images.double(), pool).float().to(dtype)
         for channels_last in (False, True):
@@ -82,7 +81,7 @@ def test_pools_of_integers_are_pytorchs(pool, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("pool", [p for p in POOLS if p.padding == (1, 1) or p is NO_POOL], ids=pool_name)
+@pytest.mark.parametrize("pool", [p for p in POOLS if p.padding == (1, 1)], ids=pool_name)
 def test_nan_and_infinity_pass_as_in_pytorch(pool, dtype):
     images = integers((2, 70, 12, 13), -8, 8, generator("special", pool))
     for value, step in ((math.nan, 11), (math.inf, 13), (-math.inf, 7)):

@@ -64,7 +64,7 @@ def all_records(operator: str) -> tuple[KernelRecord, ...]:
         ),
         *(
             record(f"pool_{kind}_{t}", "pool", (kind, t), cubin="pool.cubin", params_size=ctypes.sizeof(PoolParams))
-            for kind in ("avg", "max", "none")
+            for kind in ("avg", "max")
             for t in ("f32", "f16", "bf16")
         ),
     )

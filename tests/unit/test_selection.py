@@ -44,7 +44,7 @@ def test_every_plan_is_chosen_or_rejected_with_a_reason():
         ({"dtype": "bf16", "precision": "bf16"}, "two-kernel-bf16", ("convert_bf16_bf16", "op_bf16", "pool_avg_bf16")),
         (SMALL | {"dtype": "f16", "precision": "f16"}, "two-kernel-f16", ("convert_f16_f16", "op_f16", "pool_avg_f16")),
         (SMALL | {"pool": PoolArguments("max", (2, 2), (2, 2))}, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_max_f32")),
-        (SMALL | {"pool": None}, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_none_f32")),
+        (SMALL | {"pool": None}, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_avg_f32")),
         ({"precision": "ieee"}, "pytorch", ()),
         ({"dtype": "f64", "precision": "f64"}, "pytorch", ()),
     ],
@@ -181,7 +181,7 @@ def test_explain_plans_for_a_named_device(monkeypatch, device):
     text = explain(cutlass_ops.conv2d, *inputs(device), precision="tf32", device=H200)
     headline, plan, *rejected = text.splitlines()
     assert headline.endswith("-> (2, 16, 8, 8) contiguous on H200")
-    assert plan.startswith("  plan: two-kernel-tf32 (convert_f32_tf32 -> conv2d_tf32 -> pool_none_f32): ")
+    assert plan.startswith("  plan: two-kernel-tf32 (convert_f32_tf32 -> conv2d_tf32 -> pool_avg_f32): ")
     assert all(line.startswith("  rejected: ") for line in rejected)
 
 

@@ -1,6 +1,6 @@
 // Pooling kernel: NHWC fp32 (what the implicit GEMM wrote) -> pooled NCHW or NHWC output in fp32, fp16 or bf16.
-// Average and max pooling as PyTorch's avg_pool2d and max_pool2d define them; `none` is the layout change alone, by which an
-// operator without a pool gets its output.
+// Average and max pooling as PyTorch's avg_pool2d and max_pool2d define them. A 1 x 1 window is the layout change alone,
+// which is how an operator without a pool gets its output.
 //
 // A warp reads 32 channels (128 bytes) of 4 pixels in 16-byte accesses; NCHW rows are gathered in shared memory so that a
 // block writes runs of 256 neighbouring pixels: rows of an odd size share sectors, which then merge in L2.
@@ -8,21 +8,11 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include <type_traits>
-
 namespace {
 
-constexpr int kThreads = 256;
-
-template <int Channels, int Pixels>
-struct TileShape {
-  static constexpr int kChannels = Channels, kPixels = Pixels;
-  static constexpr int kLanesC = kChannels / 4, kLanesP = kThreads / kLanesC, kPasses = kPixels / kLanesP;
-  static constexpr int kPitch = kPixels + 1;  // odd: columns of 4 x 8 channels fall into 32 different banks
-  using Storage = float[kChannels][kPitch];
-};
-using PoolTile = TileShape<32, 256>;  // long runs for what is written, of which there is less
-using CopyTile = TileShape<64, 64>;   // as much written as read: runs of 256 bytes on both sides, and twice the blocks
+constexpr int kThreads = 256, kTileChannels = 32, kTilePixels = 256;
+constexpr int kLanesC = kTileChannels / 4, kLanesP = kThreads / kLanesC, kPasses = kTilePixels / kLanesP;
+constexpr int kPitch = kTilePixels + 1;  // odd: columns of 4 x 8 channels fall into 32 different banks
 
 struct Params {
   float const* source;  // [n, h, w, ld], 16-byte aligned, ld a multiple of 4
@@ -44,10 +34,6 @@ __device__ void store(__nv_bfloat16* p, float v) { *p = __float2bfloat16_rn(v); 
 struct Average {
   static constexpr float kInit = 0.f;
   __device__ static float combine(float a, float b) { return a + b; }
-};
-struct None {  // the layout change alone
-  static constexpr float kInit = 0.f;
-  __device__ static float combine(float, float b) { return b; }
 };
 struct Max {
   static constexpr float kInit = -INFINITY;
@@ -77,10 +63,6 @@ __device__ float divisor(Params const& params, int h0, int w0) {
 // Window == 0: any window. Otherwise a Window x Window one without dilation that lies inside the image.
 template <class Kind, int Window>
 __device__ void pool_pixel(Params const& params, float const* image, int pixel, float (&sum)[4]) {
-  if constexpr (std::is_same_v<Kind, None>) {
-    accumulate<Kind>(sum, __ldcs(reinterpret_cast<float4 const*>(image + int64_t(pixel) * params.ld)));
-    return;
-  }
   int const oh = pixel / params.out_w, ow = pixel - oh * params.out_w;
   int const h0 = oh * params.stride_h - params.padding_h, w0 = ow * params.stride_w - params.padding_w;
   for (int i = 0; i < 4; ++i) sum[i] = Kind::kInit;
@@ -107,40 +89,40 @@ __device__ void pool_pixel(Params const& params, float const* image, int pixel, 
       if (empty) return;  // PyTorch: the average over no element is 0
     }
   }
-  if constexpr (std::is_same_v<Kind, Average>) {
+  if constexpr (Kind::kInit == 0.f) {
     float const d = divisor(params, h0, w0);
     if (d != 1.f)
       for (int i = 0; i < 4; ++i) sum[i] = __fdiv_rn(sum[i], d);
   }
 }
 
-template <class Kind, int Window, class Target, class Tile>
-__device__ void pool_tiles(Params const& params, typename Tile::Storage& tile) {
+template <class Kind, int Window, class Target>
+__device__ void pool_tiles(Params const& params, float (&tile)[kTileChannels][kPitch]) {
   int const pixels = params.out_h * params.out_w;
-  int const tiles_c = (params.channels + Tile::kChannels - 1) / Tile::kChannels, tiles_p = (pixels + Tile::kPixels - 1) / Tile::kPixels;
-  // A tile is 4096 elements at least, so their number fits 32 bits for any result that fits a GPU; a 64-bit division is slow.
+  int const tiles_c = (params.channels + kTileChannels - 1) / kTileChannels, tiles_p = (pixels + kTilePixels - 1) / kTilePixels;
+  // A tile is 8192 elements, so their number fits 32 bits for any result that fits a GPU; a 64-bit division is slow.
   unsigned const tiles = unsigned(params.n) * tiles_p * tiles_c;
-  int const lane_c = (threadIdx.x % Tile::kLanesC) * 4, lane_p = threadIdx.x / Tile::kLanesC;
+  int const lane_c = (threadIdx.x % kLanesC) * 4, lane_p = threadIdx.x / kLanesC;
   Target* const target = static_cast<Target*>(params.target);
 
   for (unsigned t = blockIdx.x; t < tiles; t += gridDim.x) {
     unsigned const rest = t / tiles_c;
     int64_t const n = rest / tiles_p;
-    int const c0 = (t - rest * tiles_c) * Tile::kChannels, p0 = (rest - unsigned(n) * tiles_p) * Tile::kPixels;
+    int const c0 = (t - rest * tiles_c) * kTileChannels, p0 = (rest - unsigned(n) * tiles_p) * kTilePixels;
     bool const channels_inside = c0 + lane_c < params.ld;  // ld covers whole groups of 4
     float const* image = params.source + n * params.h * params.w * params.ld + c0 + lane_c;
 
-    float sum[Tile::kPasses][4] = {};
+    float sum[kPasses][4] = {};
 #pragma unroll
-    for (int pass = 0; pass < Tile::kPasses; ++pass) {
-      int const pixel = p0 + pass * Tile::kLanesP + lane_p;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int const pixel = p0 + pass * kLanesP + lane_p;
       if (channels_inside && pixel < pixels) pool_pixel<Kind, Window>(params, image, pixel, sum[pass]);
     }
 
     if (params.channels_last) {
 #pragma unroll
-      for (int pass = 0; pass < Tile::kPasses; ++pass) {
-        int const pixel = p0 + pass * Tile::kLanesP + lane_p;
+      for (int pass = 0; pass < kPasses; ++pass) {
+        int const pixel = p0 + pass * kLanesP + lane_p;
         if (!channels_inside || pixel >= pixels) continue;
         Target* out = target + (n * pixels + pixel) * params.channels + c0 + lane_c;
         if (sizeof(Target) == 4 && params.channels % 4 == 0) {
@@ -155,71 +137,57 @@ __device__ void pool_tiles(Params const& params, typename Tile::Storage& tile) {
 
     __syncthreads();  // the previous tile's rows are written
 #pragma unroll
-    for (int pass = 0; pass < Tile::kPasses; ++pass)
-      for (int i = 0; i < 4; ++i) tile[lane_c + i][pass * Tile::kLanesP + lane_p] = sum[pass][i];
+    for (int pass = 0; pass < kPasses; ++pass)
+      for (int i = 0; i < 4; ++i) tile[lane_c + i][pass * kLanesP + lane_p] = sum[pass][i];
     __syncthreads();
-    Target* const plane = target + (n * params.channels + c0) * pixels + p0;
-    if (sizeof(Target) == 4 && pixels % 4 == 0) {  // planes of whole 16 bytes
-      constexpr int kVectors = Tile::kPixels / 4;
-#pragma unroll 4  // more would spill
-      for (int i = threadIdx.x; i < Tile::kChannels * kVectors; i += kThreads) {
-        int const c = i / kVectors, p = i % kVectors * 4;
-        if (c0 + c < params.channels && p0 + p < pixels)
-          *reinterpret_cast<float4*>(plane + int64_t(c) * pixels + p) = make_float4(tile[c][p], tile[c][p + 1], tile[c][p + 2], tile[c][p + 3]);
-      }
-    } else {
-#pragma unroll 2
-      for (int i = threadIdx.x; i < Tile::kChannels * Tile::kPixels; i += kThreads) {
-        int const c = i / Tile::kPixels, p = i % Tile::kPixels;
-        if (c0 + c < params.channels && p0 + p < pixels) store(plane + int64_t(c) * pixels + p, tile[c][p]);
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    bool const vectors = sizeof(Target) == 4 && pixels % 4 == 0;  // planes of whole 16 bytes
+    for (int c = warp; c < kTileChannels && c0 + c < params.channels; c += kThreads / 32) {
+      Target* out = target + (n * params.channels + c0 + c) * pixels + p0;
+      if (vectors) {
+#pragma unroll
+        for (int p = lane * 4; p < kTilePixels; p += 128)
+          if (p0 + p < pixels) *reinterpret_cast<float4*>(out + p) = make_float4(tile[c][p], tile[c][p + 1], tile[c][p + 2], tile[c][p + 3]);
+      } else {
+#pragma unroll
+        for (int p = lane; p < kTilePixels; p += 32)
+          if (p0 + p < pixels) store(out + p, tile[c][p]);
       }
     }
   }
 }
 
-// Waits for the predecessor (programmatic launch: the next kernel may come up now); whether the guard lets the kernel work.
-__device__ bool may_work(Params const& params) {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  return params.guard == nullptr || *params.guard == params.guard_value;
-}
-
 template <class Kind, class Target>
 __device__ void pool(Params const& params) {
-  if (!may_work(params)) return;
-  __shared__ PoolTile::Storage tile;
+  // Programmatic launch: the next kernel may come up now; our predecessor's results are complete and visible after the wait.
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (params.guard != nullptr && *params.guard != params.guard_value) return;
+  __shared__ float tile[kTileChannels][kPitch];
   // Windows inside the image need no bounds: the last one must end before the image does, and none starts before it.
   bool const inside = params.padding_h == 0 && params.padding_w == 0 && params.dilation_h == 1 && params.dilation_w == 1 &&
                       (params.out_h - 1) * params.stride_h + params.kernel_h <= params.h &&
                       (params.out_w - 1) * params.stride_w + params.kernel_w <= params.w;
   if (inside && params.kernel_h == 2 && params.kernel_w == 2) {
-    pool_tiles<Kind, 2, Target, PoolTile>(params, tile);
+    pool_tiles<Kind, 2, Target>(params, tile);
+  } else if (inside && params.kernel_h == 1 && params.kernel_w == 1) {
+    pool_tiles<Kind, 1, Target>(params, tile);
   } else {
-    pool_tiles<Kind, 0, Target, PoolTile>(params, tile);
+    pool_tiles<Kind, 0, Target>(params, tile);
   }
-}
-
-template <class Target>
-__device__ void copy(Params const& params) {
-  if (!may_work(params)) return;
-  __shared__ CopyTile::Storage tile;
-  pool_tiles<None, 1, Target, CopyTile>(params, tile);
 }
 
 }  // namespace
 
-#define KERNEL(NAME, BLOCKS, CALL) \
-  extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS) NAME(const __grid_constant__ Params params) { CALL(params); }
+#define POOL_KERNEL(NAME, KIND, TARGET) \
+  extern "C" __global__ void __launch_bounds__(kThreads, 3) NAME(const __grid_constant__ Params params) { pool<KIND, TARGET>(params); }
 
-KERNEL(pool_avg_f32, 3, (pool<Average, float>))
-KERNEL(pool_avg_f16, 3, (pool<Average, __half>))
-KERNEL(pool_avg_bf16, 3, (pool<Average, __nv_bfloat16>))
-KERNEL(pool_max_f32, 3, (pool<Max, float>))
-KERNEL(pool_max_f16, 3, (pool<Max, __half>))
-KERNEL(pool_max_bf16, 3, (pool<Max, __nv_bfloat16>))
-KERNEL(pool_none_f32, 5, copy<float>)
-KERNEL(pool_none_f16, 4, copy<__half>)
-KERNEL(pool_none_bf16, 4, copy<__nv_bfloat16>)  // one block more would spill
+POOL_KERNEL(pool_avg_f32, Average, float)
+POOL_KERNEL(pool_avg_f16, Average, __half)
+POOL_KERNEL(pool_avg_bf16, Average, __nv_bfloat16)
+POOL_KERNEL(pool_max_f32, Max, float)
+POOL_KERNEL(pool_max_f16, Max, __half)
+POOL_KERNEL(pool_max_bf16, Max, __nv_bfloat16)
 
 // Read back by the builder: size of the parameter, threads of a block.
 extern "C" __device__ __constant__ unsigned const pool_layout[] = {sizeof(Params), kThreads};
