@@ -6,6 +6,8 @@ into the parameter bytes of its launches, and launches.
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -37,6 +39,7 @@ class PreparedCall:
         """Load the plan's kernels; `vector_names` and `scalar_names` name what calls pass, in their order."""
         self.problem, self.plan = problem, plan
         self._vector_names, self._scalar_names = vector_names, scalar_names
+        self._scalar_bytes = struct.Struct(f"{len(scalar_names)}d").pack
         #: Whether the caller's tensors must be made presentable() first (set by who knows them).
         self.copies = False
         self._device, self._index = torch.device("cuda", device), device
@@ -83,9 +86,12 @@ class PreparedCall:
     ) -> None:
         """Launch into the result `y`, with `workspace_bytes` of workspace at the address `base`."""
         addresses = [0 if v is None else v.data_ptr() for v in vectors]
-        state = (base, x.data_ptr(), weight.data_ptr(), addresses, scalars)
+        # Scalars by their bytes: 0.0 == -0.0, and a NaN is not equal to itself.
+        state = (base, x.data_ptr(), weight.data_ptr(), addresses, self._scalar_bytes(*scalars))
         if state != self._state:
-            chain = dict(zip(self._vector_names, addresses)), dict(zip(self._scalar_names, scalars))
+            self._state = None  # what an interrupted fill leaves is nobody's state
+            rounded = [ctypes.c_float(s).value for s in scalars]  # beyond fp32 an infinity, as in PyTorch
+            chain = dict(zip(self._vector_names, addresses)), dict(zip(self._scalar_names, rounded))
             for part in self._parts:
                 part.fill(base, (state[1], state[2]), *chain)
             self._state = state

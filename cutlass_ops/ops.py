@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import numbers
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import reference
 from .launch import PreparedCall, presentable
@@ -31,7 +33,7 @@ from .problem import (
     precision_of,
     result_channels_last,
 )
-from .selection import PLAN_NAMES, DeviceFacts, NoPlanError, Selection, select
+from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, NoPlanError, Selection, select
 from .spec import Spec
 
 __all__ = ["Operator", "explain", "use_plan"]
@@ -39,7 +41,9 @@ __all__ = ["Operator", "explain", "use_plan"]
 _LIBRARY: Any = torch.library.Library("cutlass_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
 _CACHED_CALLS = 256  # prepared calls a thread and operator keeps; beyond, all are dropped
 
-_thread = threading.local()
+_thread = threading.local()  # .plan: the forced one; .calls: operator -> key -> prepared call
+_AUTOCAST_DEVICES = ("cuda", "cpu")
+_AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # not float64, as PyTorch has it
 
 
 @functools.cache
@@ -78,13 +82,15 @@ class Operator:
     Call it as ``op(x, weight, *vectors, **scalars, pool=, stride=, padding=, dilation=, precision=)``: x (N, C, H, W) and
     weight (K, C, R, S) in float32, float16, bfloat16 (float64: PyTorch's operators); vectors of K elements. With a pool also
     pool_stride, pool_padding, ceil_mode, and count_include_pad, divisor_override (average) or pool_dilation (max), as in
-    PyTorch. Returns a new tensor of x's dtype, in the memory format that PyTorch's conv2d would choose.
+    PyTorch. Returns a new tensor of x's dtype, in the memory format that PyTorch's conv2d would choose. Under autocast tensors
+    take autocast's dtype as conv2d's do, unless `precision` is given. Gradients, forward-mode derivatives and torch.func
+    transforms are those of PyTorch's own operators.
     Raises TypeError or ValueError for arguments that do not fit, before anything is launched.
     """
 
     def __init__(self, spec: Spec, kernels: Optional[Path] = None) -> None:
         self.spec = spec
-        self.kernels = kernels or shipped_kernels()
+        self.kernels = Path(kernels) if kernels else shipped_kernels()
         self.__name__ = spec.name
         self.__doc__ = f"{spec.doc}\n\n{Operator.__doc__}"
         self._vectors = tuple(a.name for a in spec.vectors)
@@ -123,9 +129,16 @@ class Operator:
     def __call__(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute; see the class."""
         vectors, scalars, parameters = self._bind(args, kwargs)
+        if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
+            check_tensors(self.spec, x, weight, vectors)
+        x, weight, vectors = _autocast(x, weight, vectors, parameters.precision)
+        if not torch.compiler.is_compiling() and _is_transformed():
+            return self._transformed(x, weight, vectors, scalars, parameters)
         # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
         if not torch.compiler.is_compiling() and _is_plain(x, weight, vectors):
             return self._run(x, weight, vectors, scalars, parameters)
+        if any(v is not None and not isinstance(v, Tensor) for v in vectors):
+            check_tensors(self.spec, x, weight, vectors)
         result: Tensor = self._op(x, weight, *vectors, *scalars, *parameters.flat(self.spec.pool is not None))
         return result
 
@@ -141,9 +154,12 @@ class Operator:
         for name in self._scalars:
             value = values[name]
             if type(value) is not float:
-                if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+                if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
                     raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-                value = float(value)
+                try:
+                    value = float(value)
+                except OverflowError:
+                    raise ValueError(f"expected {name} within the range of a float, got an int beyond it") from None
             scalars.append(value)
         return [values[n] for n in self._vectors], scalars, self._parameters(values)
 
@@ -239,10 +255,22 @@ class Operator:
     def _reference(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
     ) -> Tensor:
-        """PyTorch's own operators."""
+        """PyTorch's own operators, in the tensors' dtype."""
         inputs = dict(zip(self._vectors, vectors)) | dict(zip(self._scalars, scalars))
         p = parameters
-        return reference.compute(self.spec, x, weight, inputs, stride=p.stride, padding=p.padding, dilation=p.dilation, pool=p.pool)
+        with _without_autocast(x.device.type):
+            return reference.compute(self.spec, x, weight, inputs, stride=p.stride, padding=p.padding, dilation=p.dilation, pool=p.pool)
+
+    def _transformed(
+        self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
+    ) -> Tensor:
+        """Under forward-mode AD or a torch.func transform: PyTorch's own operators, which know how to be transformed."""
+        forced = getattr(_thread, "plan", None)
+        if forced not in (None, PYTORCH):
+            raise NoPlanError(f"expected plan {forced!r}, but forward-mode AD and torch.func transforms use PyTorch's own operators")
+        self._check(x, weight, vectors, parameters)
+        with _in_precision(precision_of(x, parameters.precision) if x.dtype is torch.float32 else None):
+            return self._reference(x, weight, vectors, scalars, parameters)
 
     def _cpu(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         """The CPU implementation is the reference: PyTorch's own operators."""
@@ -254,6 +282,7 @@ class Operator:
     def _fake(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         vectors, _, p = self._split(rest)
         self._check(x, weight, vectors, p)
+        precision_of(x, p.precision)
         size = conv_size(x.shape, weight.shape, p.stride, p.padding, p.dilation)
         size = size if p.pool is None else pool_size(size, p.pool)
         memory_format = torch.channels_last if result_channels_last(x, weight) else torch.contiguous_format
@@ -269,6 +298,9 @@ class Operator:
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
     ) -> Tensor:
         """Compute on a GPU. What depends on shapes, dtypes, strides and parameters alone is done once and kept."""
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return self._run(x, weight, vectors, scalars, parameters)
         forced = getattr(_thread, "plan", None)
         precision = parameters.precision
         if precision is None and x.dtype is torch.float32:
@@ -279,7 +311,7 @@ class Operator:
             *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
             *(given, parameters, precision, aligned, forced),
         )
-        calls: dict[Any, Optional[PreparedCall]] = _thread.__dict__.setdefault(self.spec.name, {})
+        calls = _prepared_calls(self.spec.name)
         try:
             call = calls[key]
         except KeyError:
@@ -314,7 +346,8 @@ class Operator:
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
         """The facts of a call whose arguments have been checked."""
         px, pw = presentable(x), presentable(weight)
-        aligned = px.device.type != "cuda" or (px.data_ptr() | pw.data_ptr()) % 16 == 0
+        # Of the given tensors, as in a prepared call's key: whether a copy is aligned must not depend on which call came first.
+        aligned = x.device.type != "cuda" or (x.data_ptr() | weight.data_ptr()) % 16 == 0
         return Problem(
             operator=self.spec.name,
             dtype=DTYPES[x.dtype],
@@ -345,13 +378,18 @@ class Operator:
 
     def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
         """Gradients by PyTorch's own operators: the reference is computed again and differentiated."""
-        saved = ctx.saved_tensors
+        create_graph = torch.is_grad_enabled()  # the gradients are to be differentiated again
         with torch.enable_grad(), _in_precision(ctx.rest[-1]):
-            needs = zip(saved, ctx.needs_input_grad)
-            tensors: list[Any] = [t if t is None else t.detach().requires_grad_(need) for t, need in needs]
+
+            def own(t: Optional[Tensor], need: bool) -> Optional[Tensor]:
+                if t is None:
+                    return None
+                return t.view_as(t) if create_graph and need else t.detach().requires_grad_(need)
+
+            tensors: list[Any] = [own(t, need) for t, need in zip(ctx.saved_tensors, ctx.needs_input_grad)]
             y = self._reference(tensors[0], tensors[1], *self._split([*tensors[2:], *ctx.rest]))
             wanted = [t for t in tensors if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(y, wanted, gradient))
+            found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=create_graph))
         gradients = [next(found) if t is not None and t.requires_grad else None for t in tensors]
         return (*gradients, *(None for _ in ctx.rest))
 
@@ -360,6 +398,10 @@ class Operator:
     def explain(self, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
         """Which plan a call would take and why the others would not; see `cutlass_ops.explain`."""
         vectors, _, parameters = self._bind(args, kwargs)
+        if device is not None and not isinstance(device, DeviceFacts):
+            raise TypeError(f"expected device to be a cutlass_ops.DeviceFacts or None, got {device!r}")
+        if isinstance(x, Tensor) and isinstance(weight, Tensor):
+            x, weight, vectors = _autocast(x, weight, vectors, parameters.precision)
         self._check(x, weight, vectors, parameters)
         problem = self.problem(x, weight, parameters)
         if device is None and x.device.type != "cuda":
@@ -368,17 +410,51 @@ class Operator:
         return _describe(problem, self._select(problem, facts, getattr(_thread, "plan", None)), facts)
 
 
+def _prepared_calls(operator: str) -> dict[Any, Optional[PreparedCall]]:
+    """Prepared calls of an operator in the current thread."""
+    try:
+        found: dict[Any, Optional[PreparedCall]] = _thread.calls[operator]
+    except (AttributeError, KeyError):
+        if not hasattr(_thread, "calls"):
+            _thread.calls = {}
+        found = _thread.calls[operator] = {}
+    return found
+
+
+def _autocast(
+    x: Tensor, weight: Tensor, vectors: list[Optional[Tensor]], precision: Optional[str]
+) -> tuple[Tensor, Tensor, list[Optional[Tensor]]]:
+    """The tensors in autocast's dtype, where it is on and the call names no precision."""
+    kind = x.device.type
+    if precision is not None or kind not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
+        return x, weight, vectors
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(t: Any) -> Any:
+        return t.to(dtype) if isinstance(t, Tensor) and t.dtype in _AUTOCAST_DTYPES and t.device.type == kind else t
+
+    return cast(x), cast(weight), [cast(v) for v in vectors]
+
+
+def _without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    on = kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
+
+
+def _is_transformed() -> bool:
+    """Whether forward-mode AD or a torch.func transform (vmap, grad, jvp) is on."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _is_plain(x: Any, weight: Any, vectors: Sequence[Any]) -> bool:
     """Whether a call is plain eager CUDA work: nothing that the dispatcher serves (autograd, modes, transforms) is on."""
     tensors = [x, weight, *[v for v in vectors if v is not None]]
     for t in tensors:
-        if type(t) is not Tensor and type(t) is not torch.nn.Parameter:
+        if (type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_neg():
             return False
     if not x.is_cuda or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
-        return False
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch._C._get_tracing_state() is not None or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return False
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
 

@@ -14,6 +14,8 @@ from .spec import Spec
 Pair = tuple[int, int]
 IntOrPair = Union[int, Sequence[int]]
 
+_MAX_PARAMETER = 2**31 - 1  # an int32 in the kernels' parameters
+
 #: torch dtype -> name in plans and kernel records.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64"}
 
@@ -125,20 +127,26 @@ def pool_size(size: Pair, pool: PoolArguments) -> Pair:
 
 def check_parameters(stride: Pair, padding: Pair, dilation: Pair, pool: Optional[PoolArguments]) -> None:
     """Raise ValueError for parameters that no tensor could make right."""
-    for name, values, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+    checks = [("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)]
+    if pool is not None:
+        checks += [("pool", pool.kernel_size, 1), ("pool_stride", pool.stride, 1)]
+        checks += [("pool_padding", pool.padding, 0), ("pool_dilation", pool.dilation, 1)]
+    for name, values, least in checks:
         if min(values) < least:
             raise ValueError(f"expected {name} of at least {least}, got {tuple(values)}")
+        if max(values) > _MAX_PARAMETER:
+            raise ValueError(f"expected {name} of at most {_MAX_PARAMETER}, got {tuple(values)}")
     if pool is None:
         return
-    for name, values, least in (("pool", pool.kernel_size, 1), ("pool_stride", pool.stride, 1), ("pool_padding", pool.padding, 0)):
-        if min(values) < least:
-            raise ValueError(f"expected {name} of at least {least}, got {tuple(values)}")
-    if min(pool.dilation) < 1:
-        raise ValueError(f"expected pool_dilation of at least 1, got {pool.dilation}")
+    if pool.kind == "avg" and tuple(pool.dilation) != (1, 1):
+        raise ValueError(f"expected pool_dilation 1 for an average pool, got {tuple(pool.dilation)}")
     if any(2 * p > k for p, k in zip(pool.padding, pool.kernel_size)):
         raise ValueError(f"expected pool_padding of at most half the pool's kernel size {pool.kernel_size}, got {pool.padding}")
-    if pool.divisor_override is not None and pool.divisor_override == 0:
+    override = pool.divisor_override
+    if override is not None and override == 0:
         raise ValueError("expected a divisor_override other than 0, got 0")
+    if override is not None and abs(override) > _MAX_PARAMETER:
+        raise ValueError(f"expected a divisor_override of at most {_MAX_PARAMETER}, got {override}")
 
 
 def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]]) -> None:

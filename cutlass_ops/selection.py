@@ -14,6 +14,7 @@ from .problem import Problem, team_size
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
 MAX_INDEX = 2**31 - 1
+MAX_OUTPUT_PIXELS = 2**31 - 512  # rounded up to whole tiles, still an int32
 
 
 #: Below, three launches with TF32 operands take less time than the guarded plan's five and its flag: the latter cost about
@@ -72,7 +73,7 @@ _TWO_KERNEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         "f32",
         "tf32",
         ("f16", "tf32"),
-        "rounded fp16 operands, exact as TF32 while values fit, at twice the rate; a flag on the device sends others to TF32",
+        "operands rounded to fp16 (as many mantissa bits as TF32) at twice the rate; a flag on the device sends others to TF32",
     ),
     "two-kernel-tf32": ("f32", "tf32", ("tf32",), "TF32 operands, rounded to nearest: right for every input"),
     "two-kernel-f16": ("f16", "f16", ("f16",), "the tensors' own dtype, fp32 accumulation"),
@@ -203,8 +204,8 @@ def implicit_gemm_limit(problem: Problem) -> Optional[str]:
     n, _, h, w = problem.x_shape
     _, _, r, s = problem.weight_shape
     p, q = problem.conv_size
-    if n * p * q > MAX_INDEX:
-        return f"expected at most {MAX_INDEX} output pixels before the pool, got {n} x {p} x {q}; split the batch"
+    if n * p * q > MAX_OUTPUT_PIXELS:
+        return f"expected at most {MAX_OUTPUT_PIXELS} output pixels before the pool, got {n} x {p} x {q}; split the batch"
     if max(problem.stride) > MAX_TRAVERSAL_STRIDE:
         return f"expected a stride of at most {MAX_TRAVERSAL_STRIDE}, got {problem.stride}"
     for name, size, i in (("height", r, 0), ("width", s, 1)):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -83,9 +82,13 @@ def _build_key(source_text: str, toolchain: Toolchain) -> str:
 def plan_units(specs: Sequence[Spec]) -> list[Unit]:
     """Every cubin that the specs need. Raises ChainError for a chain that can't be traced, BuildError for a name clash."""
     names = [s.name for s in specs]
-    clash = next((n for n in names if names.count(n) > 1 or n in SHARED_KERNELS), None)
+    clash = next((n for n in names if names.count(n) > 1), None)
     if clash is not None:
         raise BuildError(f"expected every operator to have a name of its own, got {clash!r} twice; rename one")
+    reserved = next((n for n in names if n.split("_")[0] in SHARED_KERNELS), None)
+    if reserved is not None:
+        prefixes = ", ".join(f"{n}_" for n in SHARED_KERNELS)
+        raise BuildError(f"expected operator names without the prefixes of the shared kernels ({prefixes}), got {reserved!r}; rename it")
     units = []
     for spec in specs:
         chain = normalize(spec)
@@ -98,6 +101,10 @@ def plan_units(specs: Sequence[Spec]) -> list[Unit]:
                 key = _emission_key(spec.name, spec.doc, chain, spec.pool.kind, shifted)
                 units.append(Unit(name, key, "fused", spec, chain, "f16", shifted))
     units += [Unit(name, _emission_key((_HERE / "kernels" / f"{name}.cu").read_text()), name) for name in SHARED_KERNELS]
+    files = [u.name for u in units]
+    shared = next((n for n in files if files.count(n) > 1), None)
+    if shared is not None:
+        raise BuildError(f"expected every kernel to have a file of its own, got {shared}.cubin for two of them; rename an operator")
     return units
 
 
@@ -150,7 +157,7 @@ def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
     keys |= {u.name: _build_key(sources[u.name][0], toolchain) for u in todo}
     manifest = Manifest(tuple(records), provenance, {u.name: [u.key, keys[u.name]] for u in units})
     _write(out / "manifest.json", manifest.dumps().encode())
-    _sweep(out, {u.name for u in units})
+    _sweep(out, {u.name for u in units}, set(old.keys) if old else set())
     return Report(tuple(u.name for u in todo), tuple(sorted(fresh)))
 
 
@@ -318,11 +325,19 @@ def _write(path: Path, data: bytes) -> None:
         raise BuildError(f"expected to write {path}, could not ({error}); free space or name another folder with --out") from error
 
 
-def _sweep(out: Path, names: set[str]) -> None:
-    """Remove what no unit stands for: files of dropped operators, and halves that a killed build left."""
-    stale = [p for p in out.glob("*.cu") if p.stem not in names] + [p for p in out.glob("cubins/*.cubin") if p.stem not in names]
-    for path in [*stale, *out.glob(".*.*[0-9]"), *out.glob("cubins/.*.*[0-9]"), *out.glob(".writable-*")]:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
+def _sweep(out: Path, names: set[str], before: set[str]) -> None:
+    """Remove what no unit stands for: files of dropped operators, and halves that a killed build left.
+
+    Only what a build has made: the files of the units `before`, sources that carry our seal with their cubins, and names
+    that `_write` gives to a file aside. Whatever else a user keeps in the folder stays.
+    """
+    sealed = {p.stem for p in out.glob("*.cu") if p.is_file() and source.is_sealed(p.read_text(errors="replace"))}
+    for name in (before | sealed) - names:
+        if name in sealed:
+            (out / f"{name}.cu").unlink()
+        (out / "cubins" / f"{name}.cubin").unlink(missing_ok=True)
+    final = {"manifest.json", *(f"{n}{end}" for n in names | before | sealed for end in (".cu", ".cubin"))}
+    for path in [*out.glob(".*"), *out.glob("cubins/.*")]:
+        made = re.fullmatch(r"\.(?:(?P<name>.+)\.|writable-)\d+", path.name)
+        if made and path.is_file() and (made["name"] is None or made["name"] in final):
             path.unlink()

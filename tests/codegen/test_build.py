@@ -6,6 +6,7 @@ build (renamed where an operator has another name), so that they test the build'
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from cutlass_ops import AvgPool2d
 from cutlass_ops.codegen import build, cli, source
 from cutlass_ops.codegen.toolchain import Toolchain
 from cutlass_ops.errors import BuildError
@@ -198,6 +200,28 @@ def test_a_removed_operator_is_swept(ready, fake, built, tmp_path):
     assert (ready / "tinb_f16.cu").exists()
     run(fake, built.spec, ready)
     assert hashes(ready) == hashes(built.out)
+
+
+def test_a_build_leaves_a_users_files_alone_and_removes_its_own_leftovers(ready, fake, built):
+    ours = [".tiny_f16.cu.123", "cubins/.tiny_f16.cubin.123", ".manifest.json.9", ".writable-7"]
+    theirs = ["mine.cu", "cubins/mine.cubin", ".notes.2024", ".mine.cu.5", "cubins/.keep.1", ".cache.1/x"]
+    for name in (*ours, *theirs):
+        (ready / name).parent.mkdir(exist_ok=True)
+        (ready / name).write_text("// mine\n")
+    run(fake, built.spec, ready)
+    assert not any((ready / name).exists() for name in ours)
+    assert all((ready / name).read_text() == "// mine\n" for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("pool_avg", "got 'pool_avg'"), ("tiny_fused", "got tiny_fused_f16.cubin for two of them"), ("tiny", "got 'tiny' twice")],
+)
+def test_names_that_meet_are_refused(built, name, message):
+    (tiny,) = cli.load_specs(built.spec)
+    pooled = dataclasses.replace(tiny, pool=AvgPool2d(2))  # has a kernel tiny_fused_f16
+    with pytest.raises(BuildError, match=message):
+        build.plan_units([pooled, dataclasses.replace(tiny, name=name)])
 
 
 @pytest.mark.parametrize("name", ["tiny_f16.cu", "cubins/tiny_f16.cubin", "cubins/pool.cubin"])

@@ -9,9 +9,10 @@ import pickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import cutlass_ops
-from cutlass_ops import FusedConv2d, MaxPool2d, Operator, Vector, operator
+from cutlass_ops import FusedConv2d, MaxPool2d, Operator, Vector, operator, use_plan
 from cutlass_ops.chain import relu
 
 
@@ -57,6 +58,42 @@ def test_opcheck(op, memory_format):
 @each_operator
 def test_gradients_are_those_of_finite_differences(op):
     assert torch.autograd.gradcheck(lambda *t: op(*t, padding=1), tensors(op, gradients=True, n=1, size=4))
+
+
+@each_operator
+def test_second_gradients_are_those_of_finite_differences(op):
+    assert torch.autograd.gradgradcheck(lambda *t: op(*t, padding=1), tensors(op, gradients=True, n=1, size=3))
+
+
+@each_operator
+def test_transforms_and_forward_derivatives_are_those_of_pytorch(op):
+    x, *others = tensors(op, n=2, size=5)
+    tangent = torch.randn_like(x)
+
+    def f(t):
+        return op(t, *others)
+
+    reverse = torch.func.vjp(f, x)[1]
+    primal, forward = torch.func.jvp(f, (x,), (tangent,))
+    torch.testing.assert_close(primal, f(x))
+    torch.testing.assert_close((forward * primal).sum(), (reverse(primal)[0] * tangent).sum())
+    with forward_ad.dual_level():
+        torch.testing.assert_close(forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))).tangent, forward)
+    torch.testing.assert_close(torch.func.vmap(f)(torch.stack([x, -x])), torch.stack([f(x), f(-x)]))
+    with use_plan("two-kernel-tf32"), pytest.raises(cutlass_ops.NoPlanError, match=r"expected plan 'two-kernel-tf32', but forward-mode"):
+        torch.func.vmap(f)(x[None])
+
+
+@each_operator
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_as_for_conv2d_unless_a_precision_is_given(op, compiled, fresh_dynamo):
+    given = [t.float() for t in tensors(op)]
+    f = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered, kept = f(*given), f(*given, precision="ieee")
+    assert (lowered.dtype, kept.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(lowered, op(*(t.bfloat16() for t in given)))
+    torch.testing.assert_close(kept, op(*given))
 
 
 def test_only_wanted_gradients_are_computed():

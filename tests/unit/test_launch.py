@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import struct
 from types import SimpleNamespace
 
@@ -245,6 +246,28 @@ def test_a_second_call_launches_its_own_addresses_and_scalars(gpu):
     assert ConvertParams.from_buffer_copy(family(gpu, "convert")[0].params).jobs[0].source == second[0].data_ptr()
     assert PoolParams.from_buffer_copy(family(gpu, "pool")[0].params).target == y.data_ptr()
     assert len(gpu.driver.maps) >= encoded  # descriptors are encoded again at most
+
+
+def test_scalars_reach_the_kernel_by_their_bits(gpu):
+    given = inputs()
+    (record,) = (r for r in all_records(gpu.name) if r.name == f"{gpu.name}_f16")
+    # In this order one prepared call sees them all: a sign of zero, and what is beyond fp32, as PyTorch has it.
+    for scale, expected in ((0.0, 0.0), (-0.0, -0.0), (1e39, math.inf), (-1e39, -math.inf), (1.0, 1.0)):
+        gpu.run(*given, None, scale)
+        found = number(family(gpu, gpu.name)[0], record.scalars["scale"])
+        assert (found, math.copysign(1.0, found)) == (expected, math.copysign(1.0, expected))
+
+
+def test_a_fill_that_fails_is_done_again(gpu, monkeypatch):
+    first, second = inputs(), inputs()
+    gpu.run(*first)
+    with monkeypatch.context() as broken:
+        broken.setitem(gpu.driver.failures, "cuTensorMapEncodeTiled", 719)
+        broken.setitem(gpu.driver.failures, "cuTensorMapEncodeIm2col", 719)
+        with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"):
+            gpu.run(*second)
+    gpu.run(*first)
+    assert ConvertParams.from_buffer_copy(family(gpu, "convert")[0].params).jobs[0].source == first[0].data_ptr()
 
 
 def test_an_empty_batch_launches_nothing(gpu):
