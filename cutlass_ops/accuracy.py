@@ -86,7 +86,7 @@ class Criterion:
     """
 
     def __init__(self, op: Operator, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
-        vectors, scalars, p = op._bind(args, kwargs)
+        vectors, scalars, p = op.bind(args, kwargs)
         doubles = [None if v is None else v.double() for v in vectors]
         inputs = dict(zip((a.name for a in op.spec.vectors), doubles)) | dict(zip((a.name for a in op.spec.scalars), scalars))
 
@@ -150,7 +150,7 @@ def tf32_convolutions() -> Iterator[None]:
 
 def serving(op: Operator, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> list[Plan]:
     """The plans with kernels of ours that can serve a call."""
-    problem = op.problem(x, weight, op._bind(args, kwargs)[2])
+    problem = op.problem(x, weight, op.bind(args, kwargs)[2])
     facts = device or device_facts(x.device.index)
     plans = [op._select(problem, facts, name).plan for name in PLAN_NAMES if name != PYTORCH]
     return [plan for plan in plans if plan]

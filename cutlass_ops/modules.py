@@ -18,7 +18,7 @@ class FusedConv2d(nn.Module):
 
     ``conv`` is an ordinary torch.nn.Conv2d whose weight and bias the operator uses (state_dict keys conv.weight, conv.bias);
     the operator's other vectors become parameters under their own names. Further keyword arguments are the operator's
-    (scalars, pool, precision, ...).
+    (scalars, pool, precision, ...). Raises TypeError or ValueError for arguments that the operator would not take.
     """
 
     def __init__(
@@ -37,10 +37,17 @@ class FusedConv2d(nn.Module):
         **arguments: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(operator, Operator):
+            raise TypeError(f"expected an operator of cutlass_ops, got {operator!r}")
+        vectors = [v.name for v in operator.spec.vectors]
+        for name in vectors:
+            if name in arguments:
+                raise TypeError(f"expected no argument {name}: it is a parameter of the module; set it afterwards")
         self.operator = operator
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)  # type: ignore[arg-type]
         self.arguments = {"stride": self.conv.stride, "padding": self.conv.padding, "dilation": self.conv.dilation} | arguments
-        self._own = tuple(v.name for v in operator.spec.vectors if v.name != "bias")
+        operator.bind((), dict.fromkeys(vectors) | self.arguments)
+        self._own = tuple(name for name in vectors if name != "bias")
         for name in self._own:
             self.register_parameter(name, nn.Parameter(torch.randn(out_channels, 1, 1, device=device, dtype=dtype)))
 

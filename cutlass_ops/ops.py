@@ -128,7 +128,7 @@ class Operator:
 
     def __call__(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute; see the class."""
-        vectors, scalars, parameters = self._bind(args, kwargs)
+        vectors, scalars, parameters = self.bind(args, kwargs)
         if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
             check_tensors(self.spec, x, weight, vectors)
         x, weight, vectors = _autocast(x, weight, vectors, parameters.precision)
@@ -142,7 +142,7 @@ class Operator:
         result: Tensor = self._op(x, weight, *vectors, *scalars, *parameters.flat(self.spec.pool is not None))
         return result
 
-    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[float], Parameters]:
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[float], Parameters]:
         """Vectors, scalars and parameters of a call. Raises TypeError or ValueError for what no tensor could make right."""
         values = self._defaults.copy()
         values.update(zip(self._positional, args))
@@ -397,7 +397,7 @@ class Operator:
 
     def explain(self, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
         """Which plan a call would take and why the others would not; see `cutlass_ops.explain`."""
-        vectors, _, parameters = self._bind(args, kwargs)
+        vectors, _, parameters = self.bind(args, kwargs)
         if device is not None and not isinstance(device, DeviceFacts):
             raise TypeError(f"expected device to be a cutlass_ops.DeviceFacts or None, got {device!r}")
         if isinstance(x, Tensor) and isinstance(weight, Tensor):

@@ -92,7 +92,7 @@ def test_kernelbench_sizes_are_as_accurate_as_eager_tf32(op, x_shape, k):
     x, weight = activation(x_shape, torch.float32, random), filters((k, x_shape[1], 3, 3), torch.float32, random)
     given = vectors(op, k, torch.float32, random)
     with accuracy.tf32_convolutions():
-        bound, scalars, parameters = op._bind(given, {})
+        bound, scalars, parameters = op.bind(given, {})
         eager = op._reference(x, weight, bound, scalars, parameters)
     expected = torch.cat([reference64(op, images, weight, *given) for images in x.split(16)])
     eager_max, eager_mean = errors(eager, expected)

@@ -207,6 +207,27 @@ def test_a_module_has_kernelbenchs_parameters():
     assert set(FusedConv2d(cutlass_ops.conv2d, 3, 4, 3, bias=False).state_dict()) == {"conv.weight"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"subtract3": 1.0}, TypeError, "got an unexpected keyword argument 'subtract3'"),
+        ({"padding": "same"}, TypeError, "expected padding to be an int or a pair of ints, got 'same'"),
+        ({"pool": 0}, ValueError, "expected pool of at least 1"),
+        ({"subtract1": "a"}, TypeError, "expected subtract1 to be a number"),
+    ],
+)
+def test_a_module_refuses_at_once_what_its_operator_would(arguments, error, message):
+    with pytest.raises(error, match=message):
+        FusedConv2d(cutlass_ops.conv2d_sub_tanh_sub_avgpool, 3, 4, 3, **arguments)
+
+
+def test_a_module_keeps_vectors_as_parameters_only():
+    with pytest.raises(TypeError, match="expected no argument v: it is a parameter of the module"):
+        FusedConv2d(cutlass_ops.conv2d_min_add_mul, 3, 4, 3, v=torch.zeros(4))
+    with pytest.raises(TypeError, match="expected an operator of cutlass_ops, got <built-in"):
+        FusedConv2d(torch.tanh, 3, 4, 3)
+
+
 def test_a_module_calls_its_operator_with_its_arguments():
     module, x = example_module(), torch.randn(2, 3, 9, 9)
     expected = cutlass_ops.conv2d_min_add_mul(x, module.conv.weight, module.v, module.conv.bias, stride=2, padding=(1, 0), constant=0.25)
