@@ -7,13 +7,13 @@ import functools
 import inspect
 import numbers
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import reference
 from .launch import PreparedCall, presentable
@@ -33,17 +33,27 @@ from .problem import (
     precision_of,
     result_channels_last,
 )
-from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, NoPlanError, Selection, select
+from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, NoPlanError, Selection, describe, headline, select
 from .spec import Spec
+from .torch_state import autocast, in_precision, is_plain, is_transformed, without_autocast
 
 __all__ = ["Operator", "explain", "use_plan"]
 
 _LIBRARY: Any = torch.library.Library("cutlass_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
 _CACHED_CALLS = 256  # prepared calls a thread and operator keeps; beyond, all are dropped
 
-_thread = threading.local()  # .plan: the forced one; .calls: operator -> key -> prepared call
-_AUTOCAST_DEVICES = ("cuda", "cpu")
-_AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # not float64, as PyTorch has it
+
+class _Thread(threading.local):
+    """What each thread has of its own."""
+
+    def __init__(self) -> None:
+        #: Name of the plan that calls must take (see use_plan).
+        self.plan: Optional[str] = None
+        #: Operator -> key of a call -> the call made ready (None: PyTorch's own operators).
+        self.calls: defaultdict[str, dict[Any, Optional[PreparedCall]]] = defaultdict(dict)
+
+
+_thread = _Thread()
 
 
 @functools.cache
@@ -57,7 +67,7 @@ def use_plan(name: str) -> Iterator[None]:
     """Within the block, calls of this thread take the plan `name` or raise (for benchmarks and tests)."""
     if name not in PLAN_NAMES:
         raise ValueError(f"expected a plan among {', '.join(PLAN_NAMES)}, got {name!r}")
-    before = getattr(_thread, "plan", None)
+    before = _thread.plan
     _thread.plan = name
     try:
         yield
@@ -131,11 +141,11 @@ class Operator:
         vectors, scalars, parameters = self.bind(args, kwargs)
         if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
             check_tensors(self.spec, x, weight, vectors)
-        x, weight, vectors = _autocast(x, weight, vectors, parameters.precision)
-        if not torch.compiler.is_compiling() and _is_transformed():
+        x, weight, vectors = autocast(x, weight, vectors, parameters.precision)
+        if not torch.compiler.is_compiling() and is_transformed():
             return self._transformed(x, weight, vectors, scalars, parameters)
         # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
-        if not torch.compiler.is_compiling() and _is_plain(x, weight, vectors):
+        if not torch.compiler.is_compiling() and is_plain(x, weight, vectors):
             return self._run(x, weight, vectors, scalars, parameters)
         if any(v is not None and not isinstance(v, Tensor) for v in vectors):
             check_tensors(self.spec, x, weight, vectors)
@@ -258,18 +268,18 @@ class Operator:
         """PyTorch's own operators, in the tensors' dtype."""
         inputs = dict(zip(self._vectors, vectors)) | dict(zip(self._scalars, scalars))
         p = parameters
-        with _without_autocast(x.device.type):
+        with without_autocast(x.device.type):
             return reference.compute(self.spec, x, weight, inputs, stride=p.stride, padding=p.padding, dilation=p.dilation, pool=p.pool)
 
     def _transformed(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
     ) -> Tensor:
         """Under forward-mode AD or a torch.func transform: PyTorch's own operators, which know how to be transformed."""
-        forced = getattr(_thread, "plan", None)
+        forced = _thread.plan
         if forced not in (None, PYTORCH):
             raise NoPlanError(f"expected plan {forced!r}, but forward-mode AD and torch.func transforms use PyTorch's own operators")
         self._check(x, weight, vectors, parameters)
-        with _in_precision(precision_of(x, parameters.precision) if x.dtype is torch.float32 else None):
+        with in_precision(precision_of(x, parameters.precision) if x.dtype is torch.float32 else None):
             return self._reference(x, weight, vectors, scalars, parameters)
 
     def _cpu(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -301,7 +311,7 @@ class Operator:
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
                 return self._run(x, weight, vectors, scalars, parameters)
-        forced = getattr(_thread, "plan", None)
+        forced = _thread.plan
         precision = parameters.precision
         if precision is None and x.dtype is torch.float32:
             precision = "tf32" if conv_allows_tf32() else "ieee"
@@ -311,7 +321,7 @@ class Operator:
             *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
             *(given, parameters, precision, aligned, forced),
         )
-        calls = _prepared_calls(self.spec.name)
+        calls = _thread.calls[self.spec.name]
         try:
             call = calls[key]
         except KeyError:
@@ -320,7 +330,7 @@ class Operator:
                 calls.clear()
             calls[key] = call
         if call is None:  # the plan that calls PyTorch's own operators
-            with _in_precision(precision):
+            with in_precision(precision):
                 return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
         if call.copies:
             x, weight = presentable(x), presentable(weight)
@@ -336,7 +346,7 @@ class Operator:
         selection = self._select(problem, device_facts(device), forced)
         if selection.plan is None:
             require_hopper(device_facts(device))
-            raise NoPlanError(_describe(problem, selection))
+            raise NoPlanError(describe(problem, selection))
         if not selection.plan.kernels:
             return None
         call = PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
@@ -379,7 +389,7 @@ class Operator:
     def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
         """Gradients by PyTorch's own operators: the reference is computed again and differentiated."""
         create_graph = torch.is_grad_enabled()  # the gradients are to be differentiated again
-        with torch.enable_grad(), _in_precision(ctx.rest[-1]):
+        with torch.enable_grad(), in_precision(ctx.rest[-1]):
 
             def own(t: Optional[Tensor], need: bool) -> Optional[Tensor]:
                 if t is None:
@@ -401,67 +411,13 @@ class Operator:
         if device is not None and not isinstance(device, DeviceFacts):
             raise TypeError(f"expected device to be a cutlass_ops.DeviceFacts or None, got {device!r}")
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
-            x, weight, vectors = _autocast(x, weight, vectors, parameters.precision)
+            x, weight, vectors = autocast(x, weight, vectors, parameters.precision)
         self._check(x, weight, vectors, parameters)
         problem = self.problem(x, weight, parameters)
         if device is None and x.device.type != "cuda":
-            return f"{_headline(problem)}\n  plan: {x.device.type} reference (PyTorch's own operators; the kernels need a Hopper GPU)"
+            return f"{headline(problem)}\n  plan: {x.device.type} reference (PyTorch's own operators; the kernels need a Hopper GPU)"
         facts = device or device_facts(x.device.index)
-        return _describe(problem, self._select(problem, facts, getattr(_thread, "plan", None)), facts)
-
-
-def _prepared_calls(operator: str) -> dict[Any, Optional[PreparedCall]]:
-    """Prepared calls of an operator in the current thread."""
-    try:
-        found: dict[Any, Optional[PreparedCall]] = _thread.calls[operator]
-    except (AttributeError, KeyError):
-        if not hasattr(_thread, "calls"):
-            _thread.calls = {}
-        found = _thread.calls[operator] = {}
-    return found
-
-
-def _autocast(
-    x: Tensor, weight: Tensor, vectors: list[Optional[Tensor]], precision: Optional[str]
-) -> tuple[Tensor, Tensor, list[Optional[Tensor]]]:
-    """The tensors in autocast's dtype, where it is on and the call names no precision."""
-    kind = x.device.type
-    if precision is not None or kind not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
-        return x, weight, vectors
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast(t: Any) -> Any:
-        return t.to(dtype) if isinstance(t, Tensor) and t.dtype in _AUTOCAST_DTYPES and t.device.type == kind else t
-
-    return cast(x), cast(weight), [cast(v) for v in vectors]
-
-
-def _without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
-    on = kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if on else contextlib.nullcontext()
-
-
-def _is_transformed() -> bool:
-    """Whether forward-mode AD or a torch.func transform (vmap, grad, jvp) is on."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _is_plain(x: Any, weight: Any, vectors: Sequence[Any]) -> bool:
-    """Whether a call is plain eager CUDA work: nothing that the dispatcher serves (autograd, modes, transforms) is on."""
-    tensors = [x, weight, *[v for v in vectors if v is not None]]
-    for t in tensors:
-        if (type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_neg():
-            return False
-    if not x.is_cuda or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._get_tracing_state() is not None or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-
-
-def _in_precision(precision: Optional[str]) -> contextlib.AbstractContextManager[None]:
-    """PyTorch's convolutions in a precision that a call gave or that holds anyway."""
-    return reference.ieee_convolutions() if precision == "ieee" else contextlib.nullcontext()
+        return describe(problem, self._select(problem, facts, _thread.plan), facts)
 
 
 def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:
@@ -473,25 +429,6 @@ def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:
 
 def _in_format(y: Tensor, channels_last: bool) -> Tensor:
     return y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-
-
-def _headline(problem: Problem) -> str:
-    layout = "channels_last" if problem.channels_last else "contiguous"
-    return (
-        f"{problem.operator}: x {problem.x_shape} {problem.dtype}, weight {problem.weight_shape}, precision {problem.precision} "
-        f"-> {problem.output_shape} {layout}"
-    )
-
-
-def _describe(problem: Problem, selection: Selection, facts: Optional[DeviceFacts] = None) -> str:
-    lines = [_headline(problem) + (f" on {facts.name}" if facts else "")]
-    if selection.plan:
-        kernels = " -> ".join(selection.plan.kernels) or "PyTorch"
-        lines.append(f"  plan: {selection.plan.name} ({kernels}): {selection.plan.reason}")
-    else:
-        lines.append("  plan: none")
-    lines += [f"  rejected: {r.name}: {r.reason}" for r in selection.rejected]
-    return "\n".join(lines)
 
 
 def explain(operator: Callable[..., Tensor], *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:

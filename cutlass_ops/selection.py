@@ -221,3 +221,24 @@ def implicit_gemm_limit(problem: Problem) -> Optional[str]:
     if h * w > MAX_INDEX or r * s > MAX_INDEX:
         return f"expected at most {MAX_INDEX} pixels an image, got {h} x {w}"
     return None
+
+
+def headline(problem: Problem) -> str:
+    """A problem in one line."""
+    layout = "channels_last" if problem.channels_last else "contiguous"
+    return (
+        f"{problem.operator}: x {problem.x_shape} {problem.dtype}, weight {problem.weight_shape}, precision {problem.precision} "
+        f"-> {problem.output_shape} {layout}"
+    )
+
+
+def describe(problem: Problem, selection: Selection, facts: Optional[DeviceFacts] = None) -> str:
+    """The plan of a problem, and why the other candidates were rejected."""
+    lines = [headline(problem) + (f" on {facts.name}" if facts else "")]
+    if selection.plan:
+        kernels = " -> ".join(selection.plan.kernels) or "PyTorch"
+        lines.append(f"  plan: {selection.plan.name} ({kernels}): {selection.plan.reason}")
+    else:
+        lines.append("  plan: none")
+    lines += [f"  rejected: {r.name}: {r.reason}" for r in selection.rejected]
+    return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -155,7 +154,7 @@ def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeTorch:
     patch.setattr(driver, "api", lambda: fake)
     patch.setattr(driver, "current_stream", lambda device: STREAM)
     patch.setattr(launch, "torch", fake_torch)
-    patch.setattr(ops, "_thread", threading.local())  # no call that was prepared with another driver
+    patch.setattr(ops, "_thread", type(ops._thread)())  # no call that was prepared with another driver
     for module in (launch, loader, ops):
         patch.setattr(module, "device_facts", lambda device: H200)
     return fake_torch
