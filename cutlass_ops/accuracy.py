@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -15,10 +14,10 @@ from torch.nn import functional
 from .chain import evaluate
 from .loader import device_facts
 from .ops import Operator
-from .reference import apply_pool
+from .reference import apply_pool, convolutions
 from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, Plan
 
-__all__ = ["Accuracy", "Criterion", "difference", "round_to_tf32", "serving", "tf32_convolutions", "uniform"]
+__all__ = ["Accuracy", "Criterion", "difference", "round_to_tf32", "serving", "uniform"]
 
 LIMIT = 1.05  # times the error of PyTorch's TF32 convolution, or of operands rounded to TF32
 #: Chain functions that the kernels approximate: tanh.approx and its kin, 7.8e-6 measured for tanh.
@@ -86,7 +85,7 @@ class Criterion:
     """
 
     def __init__(self, op: Operator, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
-        vectors, scalars, p = op.bind(args, kwargs)
+        vectors, scalars, p = op.arguments.bind(args, kwargs)
         doubles = [None if v is None else v.double() for v in vectors]
         inputs = dict(zip((a.name for a in op.spec.vectors), doubles)) | dict(zip((a.name for a in op.spec.scalars), scalars))
 
@@ -111,7 +110,7 @@ class Criterion:
             slack = slack + APPROXIMATION * (gain + emulated.abs())
         self._slack = torch.where(slack.isfinite(), slack, 0.0)
 
-        with tf32_convolutions():
+        with convolutions("tf32"):
             eager = difference(op._reference(x, weight, vectors, scalars, p), self.reference)
         self._eager = eager.max().item(), eager.mean().item()
         emulation = difference(emulated, self.reference)
@@ -134,23 +133,9 @@ class Criterion:
         return Accuracy(*found, *self._eager, limit.max().item(), limit.mean().item(), int((error > limit).sum()))
 
 
-@contextlib.contextmanager
-def tf32_convolutions() -> Iterator[None]:
-    """fp32 convolutions in TF32, PyTorch's default (the setting is process-wide; it is put back on exit)."""
-    conv: Any = getattr(torch.backends.cudnn, "conv", None)
-    newer = hasattr(conv, "fp32_precision")
-    owner, name, value = (conv, "fp32_precision", "tf32") if newer else (torch.backends.cudnn, "allow_tf32", True)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def serving(op: Operator, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> list[Plan]:
     """The plans with kernels of ours that can serve a call."""
-    problem = op.problem(x, weight, op.bind(args, kwargs)[2])
+    problem = op.problem(x, weight, op.arguments.bind(args, kwargs)[2])
     facts = device or device_facts(x.device.index)
     plans = [op._select(problem, facts, name).plan for name in PLAN_NAMES if name != PYTORCH]
     return [plan for plan in plans if plan]

@@ -46,7 +46,7 @@ class FusedConv2d(nn.Module):
         self.operator = operator
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)  # type: ignore[arg-type]
         self.arguments = {"stride": self.conv.stride, "padding": self.conv.padding, "dilation": self.conv.dilation} | arguments
-        operator.bind((), dict.fromkeys(vectors) | self.arguments)
+        operator.arguments.bind((), dict.fromkeys(vectors) | self.arguments)
         self._own = tuple(name for name in vectors if name != "bias")
         for name in self._own:
             self.register_parameter(name, nn.Parameter(torch.randn(out_channels, 1, 1, device=device, dtype=dtype)))

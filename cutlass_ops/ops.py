@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import numbers
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .arguments import Arguments
 from .launch import PreparedCall, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
 from .problem import (
@@ -28,7 +28,6 @@ from .problem import (
     check_tensors,
     conv_allows_tf32,
     conv_size,
-    pair,
     pool_size,
     precision_of,
     result_channels_last,
@@ -103,30 +102,12 @@ class Operator:
         self.kernels = Path(kernels) if kernels else shipped_kernels()
         self.__name__ = spec.name
         self.__doc__ = f"{spec.doc}\n\n{Operator.__doc__}"
-        self._vectors = tuple(a.name for a in spec.vectors)
-        self._scalars = tuple(a.name for a in spec.scalars)
-        self._positional = tuple(a.name for a in spec.arguments)
-        self._defaults: dict[str, Any] = {a.name: a.default for a in spec.arguments if a.kind == "scalar" or a.optional}
-        self._defaults |= {"stride": 1, "padding": 0, "dilation": 1, "precision": None}
-        if spec.pool:
-            self._defaults |= {"pool": spec.pool.kernel_size, "pool_stride": None, "pool_padding": 0, "ceil_mode": False}
-            self._defaults |= {"count_include_pad": True, "divisor_override": None} if spec.pool.kind == "avg" else {"pool_dilation": 1}
-        self._names = frozenset(self._positional) | frozenset(self._defaults)
-        self._parameter_names = tuple(n for n in self._defaults if n not in self._positional)
-        #: Raw values of a call -> its parameters, checked; and equal parameters -> one object (see Parameters).
-        self._checked_values: dict[Any, Parameters] = {}
-        self._interned: dict[Any, Parameters] = {}
+        self.arguments = Arguments(spec)
+        self.__signature__ = self.arguments.signature  # for help()
+        self._vectors, self._scalars = self.arguments.vectors, self.arguments.scalars
         self._register()
         self._op = getattr(torch.ops.cutlass_ops, spec.name).default
         _OPERATORS[spec.name] = self
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """For help(): the arguments that users see."""
-        empty = inspect.Parameter.empty
-        first, then = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-        kinds = [(n, first) for n in ("x", "weight", *self._positional)] + [(n, then) for n in self._parameter_names]
-        return inspect.Signature([inspect.Parameter(n, kind, default=self._defaults.get(n, empty)) for n, kind in kinds])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _registered, (self.spec.name,)  # one object a process: copies and pickles are names
@@ -134,94 +115,22 @@ class Operator:
     def __repr__(self) -> str:
         return f"<cutlass_ops operator {self.spec.name}{inspect.signature(self)}>"
 
-    # ---- arguments -----------------------------------------------------------------------------------------------
-
     def __call__(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute; see the class."""
-        vectors, scalars, parameters = self.bind(args, kwargs)
+        vectors, scalars, parameters = self.arguments.bind(args, kwargs)
         if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
             check_tensors(self.spec, x, weight, vectors)
         x, weight, vectors = autocast(x, weight, vectors, parameters.precision)
-        if not torch.compiler.is_compiling() and is_transformed():
-            return self._transformed(x, weight, vectors, scalars, parameters)
-        # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
-        if not torch.compiler.is_compiling() and is_plain(x, weight, vectors):
-            return self._run(x, weight, vectors, scalars, parameters)
+        if not torch.compiler.is_compiling():
+            if is_transformed():
+                return self._transformed(x, weight, vectors, scalars, parameters)
+            # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
+            if is_plain(x, weight, vectors):
+                return self._run(x, weight, vectors, scalars, parameters)
         if any(v is not None and not isinstance(v, Tensor) for v in vectors):
             check_tensors(self.spec, x, weight, vectors)
         result: Tensor = self._op(x, weight, *vectors, *scalars, *parameters.flat(self.spec.pool is not None))
         return result
-
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[float], Parameters]:
-        """Vectors, scalars and parameters of a call. Raises TypeError or ValueError for what no tensor could make right."""
-        values = self._defaults.copy()
-        values.update(zip(self._positional, args))
-        values.update(kwargs)
-        fits = len(args) <= len(self._positional) and len(values) == len(self._names) and kwargs.keys() <= self._names
-        if not fits or any(n in kwargs for n in self._positional[: len(args)]):
-            self._complain(args, kwargs)
-        scalars = []
-        for name in self._scalars:
-            value = values[name]
-            if type(value) is not float:
-                if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat, numbers.Real)):
-                    raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
-                try:
-                    value = float(value)
-                except OverflowError:
-                    raise ValueError(f"expected {name} within the range of a float, got an int beyond it") from None
-            scalars.append(value)
-        return [values[n] for n in self._vectors], scalars, self._parameters(values)
-
-    def _parameters(self, values: dict[str, Any]) -> Parameters:
-        """Stride, padding, dilation, pool and precision, checked once for equal values."""
-        if torch.compiler.is_compiling():
-            return self._check_parameters(values)
-        raw = tuple(map(values.__getitem__, self._parameter_names))
-        try:
-            key = raw, tuple(map(type, raw))  # types, since 1 == True == 1.0
-            known = self._checked_values.get(key)
-        except TypeError:  # an unhashable value, such as a list
-            return self._check_parameters(values)
-        if known is None:
-            known = self._check_parameters(values)
-            if len(self._checked_values) < _CACHED_CALLS:
-                self._checked_values[key] = known
-        return known
-
-    def _complain(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Raise TypeError as Python does for a call that does not fit a signature."""
-        try:
-            inspect.signature(self).bind(None, None, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.spec.name}: {error}; expected {inspect.signature(self)}") from None
-
-    def _check_parameters(self, values: dict[str, Any]) -> Parameters:
-        stride, padding, dilation = (pair(n, values[n]) for n in ("stride", "padding", "dilation"))
-        pool = None
-        if self.spec.pool:
-            kernel = pair("pool", values["pool"])
-            pool_stride = kernel if values["pool_stride"] is None else pair("pool_stride", values["pool_stride"])
-            pool_padding = pair("pool_padding", values["pool_padding"])
-            pool_dilation = pair("pool_dilation", values.get("pool_dilation", 1))
-            override = values.get("divisor_override")
-            if override is not None and (isinstance(override, bool) or not isinstance(override, int)):
-                raise TypeError(f"expected divisor_override to be an int or None, got {override!r}")
-            flags = bool(values["ceil_mode"]), bool(values.get("count_include_pad", True))
-            pool = PoolArguments(self.spec.pool.kind, kernel, pool_stride, pool_padding, pool_dilation, *flags, override)
-        precision = values["precision"]
-        if precision is not None and not isinstance(precision, str):
-            raise TypeError(f"expected precision to be a string or None, got {precision!r}")
-        check_parameters(stride, padding, dilation, pool)
-        return self._intern(Parameters(stride, padding, dilation, pool, precision))
-
-    def _intern(self, parameters: Parameters) -> Parameters:
-        """The one object for these parameters; nothing is kept for symbolic sizes (tracing)."""
-        if torch.compiler.is_compiling():
-            return parameters
-        if len(self._interned) >= _CACHED_CALLS:
-            self._interned.clear()
-        return self._interned.setdefault(parameters.key, parameters)
 
     # ---- registration --------------------------------------------------------------------------------------------
 
@@ -300,7 +209,7 @@ class Operator:
 
     def _cuda(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         vectors, scalars, parameters = self._split(rest)
-        return self._run(x, weight, vectors, scalars, self._intern(parameters))
+        return self._run(x, weight, vectors, scalars, self.arguments.intern(parameters))
 
     # ---- CUDA ----------------------------------------------------------------------------------------------------
 
@@ -407,7 +316,7 @@ class Operator:
 
     def explain(self, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
         """Which plan a call would take and why the others would not; see `cutlass_ops.explain`."""
-        vectors, _, parameters = self.bind(args, kwargs)
+        vectors, _, parameters = self.arguments.bind(args, kwargs)
         if device is not None and not isinstance(device, DeviceFacts):
             raise TypeError(f"expected device to be a cutlass_ops.DeviceFacts or None, got {device!r}")
         if isinstance(x, Tensor) and isinstance(weight, Tensor):

@@ -14,7 +14,7 @@ from .chain import evaluate
 from .problem import Pair, PoolArguments
 from .spec import Spec
 
-__all__ = ["apply_pool", "compute", "ieee_convolutions"]
+__all__ = ["apply_pool", "compute", "convolutions"]
 
 
 def compute(
@@ -44,12 +44,12 @@ def apply_pool(y: Tensor, pool: PoolArguments) -> Tensor:
 
 
 @contextlib.contextmanager
-def ieee_convolutions() -> Iterator[None]:
-    """Convolutions in true fp32 (PyTorch's setting is process-wide; it is put back on exit)."""
+def convolutions(precision: str) -> Iterator[None]:
+    """fp32 convolutions of PyTorch in "tf32" or "ieee" (its setting is process-wide; it is put back on exit)."""
     conv: Any = getattr(torch.backends.cudnn, "conv", None)
-    owner, name, value = torch.backends.cudnn, "allow_tf32", cast(Any, False)
+    owner, name, value = torch.backends.cudnn, "allow_tf32", cast(Any, precision == "tf32")
     if conv is not None and hasattr(conv, "fp32_precision"):
-        owner, name, value = conv, "fp32_precision", "ieee"
+        owner, name, value = conv, "fp32_precision", precision
     before = getattr(owner, name)
     if before == value:
         yield

@@ -57,4 +57,4 @@ def is_plain(x: Any, weight: Any, vectors: Sequence[Any]) -> bool:
 
 def in_precision(precision: Optional[str]) -> contextlib.AbstractContextManager[None]:
     """PyTorch's convolutions in a precision that a call gave or that holds anyway."""
-    return reference.ieee_convolutions() if precision == "ieee" else contextlib.nullcontext()
+    return reference.convolutions("ieee") if precision == "ieee" else contextlib.nullcontext()

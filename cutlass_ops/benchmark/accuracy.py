@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Ours may err this many times as much as PyTorch's eager result on the same input.
-MARGIN = 1.05
+from ..accuracy import LIMIT, round_to_tf32
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,10 @@ def error_of(y: Tensor, expected: Tensor) -> Error:
     return Error(float(difference.max()), float(difference.mean()))
 
 
-def round_to_tf32(t: Tensor) -> Tensor:
-    """fp32 values rounded to TF32's 10 explicit mantissa bits, to nearest, ties to even."""
-    bits = t.contiguous().view(torch.int32)
-    bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
-    return bits.view(torch.float32)
-
-
 def tf32_error(model: nn.Module, x: Tensor, expected: Tensor) -> Error:
     """Error that rounding the operands to TF32 makes, all else in float64: what TF32 means, whatever PyTorch runs."""
     rounded: Any = copy.deepcopy(model)
-    rounded.conv.weight.data = round_to_tf32(rounded.conv.weight.data)
+    rounded.conv.weight.data = round_to_tf32(rounded.conv.weight.data).float()
     images = x[checked_images(x.shape[0])]
     difference = (_in_float64(rounded, round_to_tf32(images)) - expected).abs()
     return Error(float(difference.max()), float(difference.mean()))
@@ -68,7 +60,7 @@ def allowed_error(eager: Error, tf32: Error | None) -> Error:
     which is what it promised; the error of TF32 itself (`tf32`, fp32 tensors only) takes its place.
     """
     base = tf32 if tf32 is not None and eager.mean < tf32.mean / 2 else eager
-    return Error(MARGIN * base.max, MARGIN * base.mean)
+    return Error(LIMIT * base.max, LIMIT * base.mean)
 
 
 def within(error: Error, allowed: Error) -> bool:

@@ -23,7 +23,7 @@ Arguments = Mapping[str, Any]
 
 def problem_of(operator: Operator, x: Tensor, weight: Tensor, arguments: Arguments) -> Problem:
     """The problem of the call ``operator(x, weight, **arguments)``."""
-    _, _, parameters = operator.bind((), dict(arguments))
+    _, _, parameters = operator.arguments.bind((), dict(arguments))
     return operator.problem(x, weight, parameters)
 
 
@@ -55,7 +55,7 @@ def stages(operator: Operator, plan: Plan, x: Tensor, weight: Tensor, arguments:
 
     The stages keep the workspace, in which each found and left its operands.
     """
-    vectors, scalars, parameters = operator.bind((), dict(arguments))
+    vectors, scalars, parameters = operator.arguments.bind((), dict(arguments))
     kernels, device = kernel_set(operator.kernels), x.device.index
     names = [[a.name for a in arguments] for arguments in (operator.spec.vectors, operator.spec.scalars)]
     call = PreparedCall(operator.problem(x, weight, parameters), plan, kernels, device, *names)

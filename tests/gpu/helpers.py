@@ -69,7 +69,7 @@ def vectors(op, k, dtype, random):
 
 def reference64(op, x, weight, *args, **kwargs):
     """The call in PyTorch's own operators on float64 copies."""
-    given, scalars, parameters = op.bind(args, kwargs)
+    given, scalars, parameters = op.arguments.bind(args, kwargs)
     return op._reference(x.double(), weight.double(), [v if v is None else v.double() for v in given], scalars, parameters)
 
 
@@ -130,7 +130,7 @@ def in_pytorch(op, **arguments):
     """The operator in PyTorch's own operators, with autograd."""
 
     def compute(x, weight, *args):
-        given, scalars, parameters = op.bind(args, arguments)
+        given, scalars, parameters = op.arguments.bind(args, arguments)
         return op._reference(x, weight, given, scalars, parameters)
 
     return compute

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutlass_ops
-from cutlass_ops import accuracy
+from cutlass_ops import accuracy, reference
 
 from .cases import CONVOLUTION, FUSED, POOL, Case, missing_values, pairwise
 from .helpers import (
@@ -91,8 +91,8 @@ def test_kernelbench_sizes_are_as_accurate_as_eager_tf32(op, x_shape, k):
     random = generator("kernelbench", op.spec.name)
     x, weight = activation(x_shape, torch.float32, random), filters((k, x_shape[1], 3, 3), torch.float32, random)
     given = vectors(op, k, torch.float32, random)
-    with accuracy.tf32_convolutions():
-        bound, scalars, parameters = op.bind(given, {})
+    with reference.convolutions("tf32"):
+        bound, scalars, parameters = op.arguments.bind(given, {})
         eager = op._reference(x, weight, bound, scalars, parameters)
     expected = torch.cat([reference64(op, images, weight, *given) for images in x.split(16)])
     eager_max, eager_mean = errors(eager, expected)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import cutlass_ops
-from cutlass_ops import accuracy
-from cutlass_ops.reference import ieee_convolutions
+from cutlass_ops.reference import convolutions
 
 from .helpers import errors, gradients, in_pytorch, name_of, reference64, tensors
 
@@ -19,7 +18,7 @@ each_operator = pytest.mark.parametrize("op", OPERATORS, ids=name_of)
 @each_operator
 def test_ieee_precision_is_pytorchs_own_and_is_explained(op, capsys):
     given = tensors(op, "ieee")
-    with ieee_convolutions():
+    with convolutions("ieee"):
         expected = in_pytorch(op)(*given)
     assert torch.equal(op(*given, precision="ieee"), expected)
     largest = reference64(op, *given).abs().max().item()
@@ -55,7 +54,7 @@ def test_gradients_at_ieee_precision_are_ieee(op):
     """A precision is never lowered silently, backward neither. TF32 gives errors of about 2^-12 of the largest gradient."""
     given = tensors(op, "ieee gradient")
     exact = gradients(in_pytorch(op), [t.double() for t in given])
-    with accuracy.tf32_convolutions():  # PyTorch's default, which precision="ieee" must overrule
+    with convolutions("tf32"):  # PyTorch's default, which precision="ieee" must overrule
         found = gradients(lambda *t: op(*t, precision="ieee"), given)
     for mine, theirs in zip(found, exact):
         assert errors(mine, theirs)[0] <= 2.0**-16 * theirs.abs().max().item()

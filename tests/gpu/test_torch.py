@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_ops
-from cutlass_ops import FusedConv2d, InstallationError, NoPlanError, accuracy
+from cutlass_ops import FusedConv2d, InstallationError, NoPlanError, accuracy, reference
 from cutlass_ops.loader import ALLOW_UNVERIFIED, KernelSet
 from cutlass_ops.ops import kernel_set
 
@@ -156,7 +156,7 @@ def test_an_empty_batch_gives_an_empty_result(op, dtype):
 def test_gradients_are_those_of_pytorch(op):
     """Both are TF32 convolutions of the same tensors; cuDNN may add them up in another order."""
     given = tensors(op, "gradient")
-    with accuracy.tf32_convolutions():
+    with reference.convolutions("tf32"):
         expected = gradients(in_pytorch(op), given)
         found = gradients(op, given)
     for mine, theirs in zip(found, expected):

@@ -267,11 +267,11 @@ def test_checked_images(batch, expected):
     assert accuracy.checked_images(batch) == expected
 
 
-def test_round_to_tf32_is_to_nearest_even_with_10_bits():
+def test_round_to_tf32_is_to_nearest_with_10_bits_and_ties_away_from_zero():
     ulp = 2.0**-10
     values = torch.tensor([1.0, 1 + ulp, 1 + 0.49 * ulp, 1 + 0.51 * ulp, 1 + 0.5 * ulp, 1 + 1.5 * ulp, -1 - 0.51 * ulp, 0.0])
-    expected = torch.tensor([1.0, 1 + ulp, 1.0, 1 + ulp, 1.0, 1 + 2 * ulp, -1 - ulp, 0.0])
-    assert torch.equal(accuracy.round_to_tf32(values), expected)
+    expected = torch.tensor([1.0, 1 + ulp, 1.0, 1 + ulp, 1 + ulp, 1 + 2 * ulp, -1 - ulp, 0.0])
+    assert torch.equal(accuracy.round_to_tf32(values), expected.double())
 
 
 def test_errors_against_float64():
