@@ -103,7 +103,7 @@ class TiledMap:
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    swizzle: bool = True  # of 128 bytes
+    swizzle: int = 128  # bytes; 32 or 0 (none)
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,14 @@ def encode(tensor_map: Union[TiledMap, Im2colMap], address: int) -> bytes:
     extents = [driver.cuuint64_t(e) for e in tensor_map.extents]
     strides = [driver.cuuint64_t(s) for s in tensor_map.strides]
     swizzles = driver.CUtensorMapSwizzle
-    swizzled = isinstance(tensor_map, Im2colMap) or tensor_map.swizzle
+    swizzle = {
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+    }[128 if isinstance(tensor_map, Im2colMap) else tensor_map.swizzle]
     tail = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -11,9 +11,10 @@ from .loader import LoadedKernel
 from .problem import Problem, team_size
 from .two_kernel import ALIGNMENT, Descriptor, round_up
 
-_STRIP = 32  # pooled columns of a CTA
-_CHANNELS = 64  # input channels, padded in shared memory
-_FRAGMENT_BYTES = 9 * 4 * 32 * 16  # of a warp's 16 output channels
+#: Steps (of two rows) of a unit of work where nothing is pooled. Small units, dealt in turn, keep all SMs writing to the same
+#: few images, which DRAM takes faster than as many streams as there are SMs; pooled results are few bytes, and a long slice
+#: reads every input row once (docs/performance.md).
+UNIT_WITHOUT_POOL = 2
 
 
 class PackParams(ctypes.Structure):
@@ -22,56 +23,74 @@ class PackParams(ctypes.Structure):
     _fields_ = [
         ("source", ctypes.c_void_p),
         *((n, ctypes.c_int64) for n in ("k_stride", "c_stride", "r_stride", "s_stride")),
-        *((n, ctypes.c_void_p) for n in ("fragments", "scales", "flag")),
-        *((n, ctypes.c_int32) for n in ("k", "c")),
+        *((n, ctypes.c_void_p) for n in ("fragments", "scales")),
+        *((n, ctypes.c_int32) for n in ("k", "c", "taps", "s", "channels", "chunks")),
     ]
 
 
 class Fused:
-    """Packing and fused launch of one problem. The fused kernel raises the flag where a value does not fit fp16."""
+    """Packing and fused launch of one problem."""
 
     def __init__(self, problem: Problem, kernels: Sequence[LoadedKernel], sm_count: int, offset: int) -> None:
         pack, fused = kernels
         record = self._record = fused.record
         n, c, h, w = problem.x_shape
         _, k, out_h, out_w = problem.output_shape
-        blocks = -(-k // record.tile[1])
-        self._pack_params = PackParams(None, *problem.weight_strides, None, None, None, k, c)
-        self._pack = driver.Launch(pack.function, blocks * record.tile[1], pack.record.threads, 0, self._pack_params)
+        _, _, r, s = problem.weight_shape
+        channels, nhwc = record.tile[2], record.variant[1] == "nhwc"
+        columns, block = record.epilogue_tile
+        blocks, strips = -(-k // block), -(-out_w // columns)
+
+        chunks = 0 if nhwc else channels // 8
+        self._pack_params = PackParams(None, *problem.weight_strides, None, None, k, c, r * s, s, channels, chunks)
+        self._pack = driver.Launch(pack.function, blocks * block, pack.record.threads, 0, self._pack_params)
 
         self._params = params = ctypes.create_string_buffer(record.params_size)
-        assert problem.pool is not None
-        window = problem.pool.kernel_size[0] * problem.pool.kernel_size[1]
+        team = team_size(problem, record.epilogue_tile)
+        steps = out_h if problem.pool else -(-out_h // 2)
+        unit = 0 if problem.pool else min(UNIT_WITHOUT_POOL, steps)
+        units = -(-steps // unit) if unit else 0
+        teams = min(sm_count // team, n * (units or steps))
+        size = 4 if record.variant[0] == "f32" else 2
+        shift = 0 if nhwc else -problem.padding[1] % (16 // size)
         values = {"n": n, "k": k, "out_h": out_h, "out_w": out_w, "padding_h": problem.padding[0], "padding_w": problem.padding[1]}
-        shift = -problem.padding[1] % 4
-        values |= {"shift": shift, "strips": -(-out_w // _STRIP), "channel_blocks": blocks}
+        values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": steps, "unit": unit, "units_of_image": units}
+        values |= {"jump_images": teams // units, "jump_steps": teams % units * unit} if unit else {}
+        if nhwc:
+            box = (channels, record.box_columns, 1, 1)
+            tensor = driver.TiledMap(
+                record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=2 * channels
+            )
+            values["box_bytes"] = 2 * channels * record.box_columns * size
+        else:
+            box = (record.box_columns, 2, min(channels, round_up(c, 8)), 1)
+            tensor = driver.TiledMap(record.variant[0], (w, h, c, n), (w * size, h * w * size, c * h * w * size), box, swizzle=0)
+            values["box_bytes"] = box[0] * box[1] * box[2] * size
         for name, value in values.items():
             struct.pack_into("<i", params, record.fields[name], value)
-        struct.pack_into("<f", params, record.fields["pool_scale"], 1.0 / (problem.pool.divisor_override or window))
+        if problem.pool:
+            window = problem.pool.divisor_override or problem.pool.kernel_size[0] * problem.pool.kernel_size[1]
+            struct.pack_into("<f", params, record.fields["pool_scale"], 1.0 / window)
         for where, constant in record.constants:
             struct.pack_into("<f", params, where, constant)
-        box = (2 * _STRIP + (12 if shift else 4), 2, _CHANNELS, 1)
-        tensor = driver.TiledMap("f32", (w, h, c, n), (w * 4, h * w * 4, c * h * w * 4), box, swizzle=False)
         self._input = Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
+        self._launch = driver.Launch(fused.function, teams * team, record.threads, record.shared_memory, params, overlap=True)
 
-        team = team_size(problem, record.tile)
-        grid = min(sm_count // team, n * out_h) * team
-        self._launch = driver.Launch(fused.function, grid, record.threads, record.shared_memory, params, overlap=True)
         self._fragments_offset = offset
-        self._scales_offset = offset + blocks * 8 * _FRAGMENT_BYTES
-        self.workspace_end = self._scales_offset + round_up(blocks * record.tile[1] * 4, ALIGNMENT)
+        self._scales_offset = offset + round_up(blocks * block * channels * r * s * 2, ALIGNMENT)
+        self.workspace_end = self._scales_offset + round_up(blocks * block * 4, ALIGNMENT)
 
     def stages(self) -> list[tuple[str, driver.Launch]]:
         """The launches in order, each with what it does."""
         return [("pack", self._pack), ("fused", self._launch)]
 
     def fill(self, base: int, sources: Sequence[int], vectors: dict[str, int], scalars: dict[str, float]) -> None:
-        """Write the addresses and scalars of a call; the flag is the workspace's first word."""
+        """Write the addresses and scalars of a call."""
         fragments, scales = base + self._fragments_offset, base + self._scales_offset
         pack, record = self._pack_params, self._record
-        pack.source, pack.fragments, pack.scales, pack.flag = sources[1], fragments, scales, base
+        pack.source, pack.fragments, pack.scales = sources[1], fragments, scales
         self._input.point_to(sources[0])
-        for name, address in (("weights", fragments), ("scales", scales), ("flag", base)):
+        for name, address in (("weights", fragments), ("scales", scales)):
             struct.pack_into("<Q", self._params, record.fields[name], address)
         for name, address in vectors.items():
             struct.pack_into("<Q", self._params, record.vectors[name], address)

@@ -51,22 +51,19 @@ class PreparedCall:
         driver.make_context_current(device)
         loaded = [kernels.get(name, device) for name in plan.kernels]
         sm_count = device_facts(device).sm_count
-        # The workspace starts with the flag, on a line of its own.
-        self._parts: list[Union[Fused, TwoKernel]] = []
+        self._part: Union[Fused, TwoKernel]
         if loaded[0].record.family == "pack":
-            fused = Fused(problem, loaded[:2], sm_count, ALIGNMENT)
-            self._parts = [fused, TwoKernel(problem, loaded[2:], sm_count, fused.workspace_end, guard_value=1)]
-            self._clears_flag = False  # the packing kernel does
+            self._part, self._clears_flag = Fused(problem, loaded, sm_count, 0), False
         else:
-            two_kernel = TwoKernel(problem, loaded, sm_count, ALIGNMENT)
-            self._parts = [two_kernel]
-            self._clears_flag = two_kernel.raises_flag
-        self.workspace_bytes = self._parts[-1].workspace_end
+            # The workspace starts with the flag, on a line of its own.
+            self._part = TwoKernel(problem, loaded, sm_count, ALIGNMENT)
+            self._clears_flag = self._part.raises_flag
+        self.workspace_bytes = self._part.workspace_end
         self._launches = [launch for _, launch in self.stages()]
 
     def stages(self) -> list[tuple[str, driver.Launch]]:
         """The launches of a call in order, each with what it does (for benchmarks)."""
-        return [stage for part in self._parts for stage in part.stages()]
+        return self._part.stages()
 
     def __call__(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float]) -> Tensor:
         """Compute on the current stream of the tensors' device; the inputs are those of the problem, vectors dense fp32."""
@@ -92,11 +89,9 @@ class PreparedCall:
             self._state = None  # what an interrupted fill leaves is nobody's state
             rounded = [ctypes.c_float(s).value for s in scalars]  # beyond fp32 an infinity, as in PyTorch
             chain = dict(zip(self._vector_names, addresses)), dict(zip(self._scalar_names, rounded))
-            for part in self._parts:
-                part.fill(base, (state[1], state[2]), *chain)
+            self._part.fill(base, (state[1], state[2]), *chain)
             self._state = state
-        for part in self._parts:
-            part.set_output(y.data_ptr())
+        self._part.set_output(y.data_ptr())
         stream = driver.current_stream(self._index)
         if self._clears_flag:
             driver.clear_word(base, stream)

@@ -34,8 +34,8 @@ class KernelRecord:
     cubin: str
     sha256: str
     architecture: str
-    #: Operand type of the tensor cores (implicit_gemm; fused: and the pool's kind), source and target types (convert, pack),
-    #: kind and target type (pool).
+    #: Operand type of the tensor cores (implicit_gemm); type of x, layout, filter, aligned or shifted, pool (fused); source and
+    #: target types (convert, pack); kind and target type (pool).
     variant: tuple[str, ...]
     threads: int
     #: Dynamic shared memory in bytes.
@@ -45,10 +45,12 @@ class KernelRecord:
     registers: int
     #: Number of HGMMA (wgmma) instructions in the SASS.
     hgmma: int
-    #: Tile in pixels x output channels x input channels, pipeline stages, and the tile of the epilogue (fused: pooled pixels).
+    #: Tile in pixels x output channels x input channels, pipeline stages, and the tile of the epilogue (fused: columns of the result x channels).
     tile: tuple[int, ...] = ()
     stages: int = 0
     epilogue_tile: tuple[int, ...] = ()
+    #: Columns of a TMA load (fused).
+    box_columns: int = 0
     #: Byte offsets of the parameter's fields by name.
     fields: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Byte offsets of the chain's vectors (pointers) and scalars (fp32) by argument name.

@@ -197,12 +197,9 @@ def check_sizes(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation
 
 
 def team_size(problem: Problem, tile: Sequence[int]) -> int:
-    """CTAs of the fused kernel that walk the same rows: strips of half a tile's row x blocks of output channels.
-
-    `tile` is the kernel's: 2 conv rows x columns (as one number), output channels, input channels.
-    """
+    """CTAs of the fused kernel that walk the same rows. `tile` is a CTA's: columns of the result x output channels."""
     _, k, _, out_w = problem.output_shape
-    return -(-out_w // (tile[0] // 4)) * -(-k // tile[1])
+    return -(-out_w // tile[0]) * -(-k // tile[1])
 
 
 def is_channels_last(tensor: Tensor) -> bool:

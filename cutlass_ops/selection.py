@@ -61,10 +61,14 @@ class Selection:
     rejected: tuple[Rejection, ...]
 
 
-FUSED = "fused-f16"
-_FUSED_REASON = (
-    "one kernel from NCHW to the pooled result, rounded fp16 operands; a flag on the device sends values that do not fit to TF32"
-)
+#: Fused plans by name: what tensors of a dtype they serve, at which precision, and why.
+_FUSED: dict[str, dict[tuple[str, str], str]] = {
+    "fused-f16": {
+        ("f32", "tf32"): "one kernel from x to the result, operands rounded to fp16; where values do not fit, it computes again in parts",
+        ("f16", "f16"): "one kernel from x to the result, fp32 accumulation",
+    },
+    "fused-bf16": {("bf16", "bf16"): "one kernel from x to the result, fp32 accumulation"},
+}
 
 #: Two-kernel plans by name: dtype they serve, precision, operand types of the implicit GEMM, why.
 #: The first that fits is taken; measured times order them (docs/performance.md).
@@ -80,7 +84,7 @@ _TWO_KERNEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "two-kernel-bf16": ("bf16", "bf16", ("bf16",), "the tensors' own dtype, fp32 accumulation"),
 }
 PYTORCH = "pytorch"
-PLAN_NAMES = (FUSED, *_TWO_KERNEL, PYTORCH)
+PLAN_NAMES = (*_FUSED, *_TWO_KERNEL, PYTORCH)
 
 
 def select(
@@ -100,8 +104,8 @@ def select(
             continue
         if name == PYTORCH:
             candidate = _pytorch(problem)
-        elif name == FUSED:
-            candidate = _fused(problem, device, by_name)
+        elif name in _FUSED:
+            candidate = _fused(name, problem, device, by_name)
         else:
             candidate = _two_kernel(name, problem)
         if isinstance(candidate, Plan):
@@ -118,7 +122,7 @@ def _order(problem: Problem) -> tuple[str, ...]:
     p, q = problem.conv_size
     flops = 2 * problem.x_shape[0] * p * q * math.prod(problem.weight_shape)
     if flops < SMALL_FLOPS:
-        return tuple(sorted(PLAN_NAMES, key=lambda name: name != "two-kernel-tf32"))
+        return tuple(sorted(PLAN_NAMES, key=lambda name: name == "two-kernel-f16-guarded"))
     return PLAN_NAMES
 
 
@@ -142,16 +146,23 @@ def _two_kernel(name: str, problem: Problem) -> Union[Plan, str]:
     return Plan(name, (*converts, *gemms, f"pool_{kind}_{dtype}"), why)
 
 
-def _fused(problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
-    """The fused plan carries the TF32 two-kernel plan as its fallback, so that plan's limits hold too."""
-    name = f"{problem.operator}_fused{'_shifted' if problem.padding[1] % 4 else ''}_f16"
-    fallback = _two_kernel("two-kernel-tf32", problem)
-    if isinstance(fallback, str):
-        return fallback
-    record = records.get(name)
-    if record is None or problem.pool is None:
-        return f"expected a fused kernel {name} (operators with a pool have one), found none"
-    return fused_limit(problem, device, record) or Plan(FUSED, ("pack_f32_f16", name, *fallback.kernels), _FUSED_REASON)
+def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
+    """The first kernel of the family that can compute the problem: few channels before many, aligned before shifted."""
+    why = _FUSED[name].get((problem.dtype, problem.precision))
+    if why is None:
+        served = ", ".join(f"{dtype} at {precision}" for dtype, precision in _FUSED[name])
+        return f"expected tensors of {served}, got {problem.dtype} at {problem.precision}"
+    family = [r for r in records.values() if r.family == "fused" and r.operator == problem.operator]
+    reason = f"expected a fused kernel of {problem.operator}, found none"
+    most = -1
+    for record in sorted(family, key=lambda r: (r.tile[2], r.variant[3])):
+        met, limit = fused_limit(problem, device, record)
+        if limit is None:
+            operand = name.removeprefix("fused-")
+            return Plan(name, (f"pack_{problem.dtype}_{operand}", record.name), why)
+        if met >= most:  # of several kernels, what keeps the problem from the one that nearly fits
+            most, reason = met, limit
+    return reason
 
 
 def _unusable(
@@ -172,31 +183,49 @@ def _unusable(
     return None
 
 
-def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> Optional[str]:
-    """Why the fused kernel cannot compute a problem, or None. The one place that knows its limits."""
+def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> tuple[int, Optional[str]]:
+    """How many conditions a problem meets, and why the fused kernel cannot compute it or None. The one place that knows its limits."""
     n, c, h, w = problem.x_shape
     _, k, out_h, out_w = problem.output_shape
-    pool = problem.pool
-    assert pool is not None
-    checks = (
-        (problem.weight_shape[2:] == (3, 3), f"a 3 x 3 filter, got {problem.weight_shape[2]} x {problem.weight_shape[3]}"),
-        (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
-        (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
+    element, layout, size, alignment, pool_kind = record.variant
+    pool, r, s = problem.pool, *problem.weight_shape[2:]
+    nhwc, bytes_of_row = layout == "nhwc", (c if layout == "nhwc" else w) * (4 if element == "f32" else 2)
+    strides = (h * w * c, 1, w * c, c) if nhwc else (c * h * w, h * w, w, 1)
+    columns = 16 // (4 if element == "f32" else 2)
+    checks = [
+        (element == problem.dtype, f"{element} tensors, got {problem.dtype}"),
+        (pool_kind == (pool.kind if pool else "none"), f"pool {pool_kind}, got {pool.kind if pool else 'none'}"),
         (
-            (pool.kernel_size, pool.stride, pool.padding, pool.dilation) == ((2, 2), (2, 2), (0, 0), (1, 1)),
-            f"a 2 x 2 pool with stride 2, got {pool.kernel_size} with stride {pool.stride}",
+            problem.channels_last == nhwc and problem.x_strides == strides,
+            f"a dense {'channels_last' if nhwc else 'contiguous (NCHW)'} input and result, got strides {problem.x_strides}",
         ),
-        (not pool.ceil_mode or all(s % 2 == 0 for s in problem.conv_size), "whole pooling windows, got ceil_mode on an odd size"),
-        (pool.divisor_override in (None, 4), f"the mean of 4 values, got divisor_override {pool.divisor_override}"),
-        (not problem.channels_last and problem.x_strides == (c * h * w, h * w, w, 1), "a contiguous (NCHW) input and result"),
-        (w % 4 == 0 and problem.aligned, f"rows of whole 16 bytes for TMA, got width {w} (aligned: {problem.aligned})"),
+        (size == f"{r}x{s}", f"a filter of {size.replace('x', ' x ')}, got {r} x {s}"),
+        (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
         (
-            team_size(problem, record.tile) <= device.sm_count,
+            bytes_of_row % 16 == 0 and problem.aligned,
+            f"{'pixels' if nhwc else 'rows'} of whole 16 bytes for TMA, got {bytes_of_row} bytes (aligned: {problem.aligned})",
+        ),
+        (
+            team_size(problem, record.epilogue_tile) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
         ),
-        (n * out_h <= MAX_INDEX, f"at most {MAX_INDEX} result rows, got {n} x {out_h}"),
-    )
-    return next((f"expected {text}" for fits, text in checks if not fits), None)
+        (n * max(out_h, 1) <= MAX_INDEX, f"at most {MAX_INDEX} result rows, got {n} x {out_h}"),
+        (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
+        (
+            nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
+            f"padding in multiples of {columns} columns, got {problem.padding[1]}",
+        ),
+    ]
+    if pool is not None:
+        checks += [
+            (
+                (pool.kernel_size, pool.stride, pool.padding, pool.dilation) == ((2, 2), (2, 2), (0, 0), (1, 1)),
+                f"a 2 x 2 pool with stride 2, got {pool.kernel_size} with stride {pool.stride}",
+            ),
+            (not pool.ceil_mode or all(i % 2 == 0 for i in problem.conv_size), "whole pooling windows, got ceil_mode on an odd size"),
+            (pool.divisor_override in (None, 4), f"the mean of 4 values, got divisor_override {pool.divisor_override}"),
+        ]
+    return sum(fits for fits, _ in checks), next((f"expected {text}" for fits, text in checks if not fits), None)
 
 
 def implicit_gemm_limit(problem: Problem) -> Optional[str]:

@@ -232,12 +232,10 @@ class TwoKernel:
     """Conversion(s), implicit GEMM(s) and pool of one problem.
 
     With two operand types the second is the fallback of the first: the first conversion raises the flag where a value does
-    not fit, and of both only one works. `guard_value` makes all launches depend on the flag instead (a fallback as a whole).
+    not fit, and of both only one works.
     """
 
-    def __init__(
-        self, problem: Problem, kernels: Sequence[LoadedKernel], sm_count: int, offset: int, guard_value: Optional[int] = None
-    ) -> None:
+    def __init__(self, problem: Problem, kernels: Sequence[LoadedKernel], sm_count: int, offset: int) -> None:
         needs = self._needs = operands_to_convert(problem)
         # Multiples of 16 bytes of fp16 for TMA; 8 channels become 16, since im2col of 16-byte pixels takes 2.6 times as long.
         channels = max(16, round_up(problem.x_shape[1], 8)) if len(needs) == 2 else round_up(problem.x_shape[1], 8)
@@ -246,7 +244,7 @@ class TwoKernel:
             by_family[kernel.record.family].append(kernel)
         # Every launch but a call's first may come up before its predecessor ends (programmatic launch).
         self._converts = [
-            _Convert(k, problem, channels, needs, sm_count, overlap=i > 0 or guard_value is not None)
+            _Convert(k, problem, channels, needs, sm_count, overlap=i > 0)
             for i, k in enumerate(by_family["convert"])
             if needs
         ]
@@ -254,8 +252,6 @@ class TwoKernel:
         (pool,) = by_family["pool"]
         self._pool = _Pool(pool, problem, sm_count)
         self.raises_flag = len(self._gemms) == 2
-        self._guards = [0, 1] if self.raises_flag else [guard_value]
-        self._pool_guard = guard_value
         self._lay_out(problem, channels, offset)
 
     def _lay_out(self, problem: Problem, channels: int, offset: int) -> None:
@@ -287,18 +283,14 @@ class TwoKernel:
             convert.fill(sources, (base + self._activation_offset, base + self._filter_offsets[i]))
             convert.params.flag = base if self.raises_flag and i == 0 else None
             # The first of two finds out whether its values fit, so it always works.
-            guard = None if self.raises_flag and i == 0 else self._guards[i]
-            convert.params.guard, convert.params.guard_value = (None, 0) if guard is None else (base, guard)
+            convert.params.guard, convert.params.guard_value = (base, 1) if i else (None, 0)
         for i, gemm in enumerate(self._gemms):
             activation = base + self._activation_offset if 0 in self._needs else sources[0]
             filters = base + self._filter_offsets[i] if 1 in self._needs else sources[1]
             gemm.fill(activation, filters, base + self._result_offset, vectors, scalars)
-            guard = self._guards[i]
-            if guard is not None:
-                gemm.guard(base, guard)
-        pool = self._pool.params
-        pool.source = base + self._result_offset
-        pool.guard, pool.guard_value = (None, 0) if self._pool_guard is None else (base, self._pool_guard)
+            if self.raises_flag:
+                gemm.guard(base, i)
+        self._pool.params.source = base + self._result_offset
 
     def set_output(self, address: int) -> None:
         """Write the result's address."""

@@ -43,15 +43,19 @@ class Unit:
     spec: Optional[Spec] = None
     chain: Optional[TraceableChain] = None
     operand: str = ""
-    #: For a fused kernel: the one for a padding that is no multiple of 4 columns.
-    shifted: bool = False
+    fused: Optional[source.FusedVariant] = None
 
     def request(self) -> cutlass_api.Request:
         """What to ask CUTLASS's Python API for."""
         assert self.spec is not None
         assert self.chain is not None
         inputs = tuple((i.internal, i.kind) for i in self.chain.inputs)
-        return cutlass_api.Request(self.name, self.chain.source, inputs, self.operand, self.spec.tile.m, self.spec.tile.n)
+        return cutlass_api.Request(self.spec.name, self.chain.source, inputs, self.operand, self.spec.tile.m, self.spec.tile.n)
+
+    @property
+    def pool(self) -> str:
+        """Kind of the pool."""
+        return self.spec.pool.kind if self.spec and self.spec.pool else "none"
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,10 @@ def plan_units(specs: Sequence[Spec]) -> list[Unit]:
         for operand in cutlass_api.OPERANDS:
             key = _emission_key(spec.name, spec.doc, chain, spec.tile, operand)
             units.append(Unit(f"{spec.name}_{operand}", key, "implicit_gemm", spec, chain, operand))
-        if spec.pool is not None:
-            for shifted in (False, True):
-                name = f"{spec.name}_fused{'_shifted' if shifted else ''}_f16"
-                key = _emission_key(spec.name, spec.doc, chain, spec.pool.kind, shifted)
-                units.append(Unit(name, key, "fused", spec, chain, "f16", shifted))
+        for variant in source.FUSED_VARIANTS:
+            # The operand type is not in the tree that is emitted, so that one emission serves all of them.
+            key = _emission_key(spec.name, spec.doc, chain, spec.pool, variant)
+            units.append(Unit(f"{spec.name}_{variant.name}", key, "fused", spec, chain, "f16", variant))
     units += [Unit(name, _emission_key((_HERE / "kernels" / f"{name}.cu").read_text()), name) for name in SHARED_KERNELS]
     files = [u.name for u in units]
     shared = next((n for n in files if files.count(n) > 1), None)
@@ -212,15 +215,17 @@ def _emit(units: Sequence[Unit], toolchain: Toolchain) -> dict[str, tuple[str, O
     sources: dict[str, tuple[str, Optional[cutlass_api.Emission]]] = {}
     gemms = [u for u in units if u.spec is not None]
     try:
-        emissions = cutlass_api.emit([u.request() for u in gemms], toolchain.home) if gemms else []
+        requests = list(dict.fromkeys(u.request() for u in gemms))
+        emissions = dict(zip(requests, cutlass_api.emit(requests, toolchain.home))) if gemms else {}
     except (RuntimeError, ModuleNotFoundError) as error:
         raise BuildError(str(error)) from error
-    for unit, emission in zip(gemms, emissions):
+    for unit in gemms:
         assert unit.spec is not None
+        emission = emissions[unit.request()]
         summary = unit.spec.doc.splitlines()[0] if unit.spec.doc else ""
-        title = f"{unit.spec.name}, {unit.operand} operands, {unit.family}. {summary}"
-        pool = unit.spec.pool.kind if unit.spec.pool else None
-        sources[unit.name] = source.kernel_source(unit.family, unit.name, title, emission, pool, unit.shifted), emission
+        what = f"fused, {' '.join(unit.fused.facts)}" if unit.fused else f"{unit.operand} operands, {unit.family}"
+        text = source.kernel_source(unit.family, unit.name, f"{unit.spec.name}, {what}. {summary}", emission, unit.pool, unit.fused)
+        sources[unit.name] = text, emission
     for unit in units:
         if unit.spec is None:
             sources[unit.name] = (_HERE / "kernels" / f"{unit.name}.cu").read_text(), None
@@ -285,8 +290,9 @@ def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, l
     hgmma = cubin.count_hgmma(toolchain.sass(path))
     if hgmma == 0:
         raise BuildError(f"{unit.name}: expected wgmma instructions (HGMMA) in the SASS, found none")
-    header = dict(zip(source.HEADER, words))
-    offsets = iter(words[len(source.HEADER) :])
+    entries = [*source.HEADER, *source.FAMILY_HEADER[unit.family]]
+    header = dict(zip(entries, words))
+    offsets = iter(words[len(entries) :])
     fields = {name: next(offsets) for name in source.PARAMETERS[unit.family]}
     names = {i.internal: (i.name, i.kind) for i in unit.chain.inputs}
     chain = {names[internal]: next(offsets) for internal in emission.inputs}
@@ -294,7 +300,7 @@ def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, l
         KernelRecord(
             name=unit.name,
             operator=unit.spec.name,
-            variant=(unit.operand, unit.spec.pool.kind) if unit.family == "fused" and unit.spec.pool else (unit.operand,),
+            variant=(*unit.fused.facts, unit.pool) if unit.fused else (unit.operand,),
             threads=header["threads"],
             shared_memory=header["shared_memory"],
             params_size=header["params_size"],
@@ -303,6 +309,7 @@ def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, l
             tile=(header["tile_m"], header["tile_n"], header["tile_k"]),
             stages=header["stages"],
             epilogue_tile=(header["epilogue_tile_m"], header["epilogue_tile_n"]),
+            box_columns=header.get("box_columns", 0),
             fields=fields,
             vectors={name: offset for (name, kind), offset in chain.items() if kind == "vector"},
             scalars={name: offset for (name, kind), offset in chain.items() if kind == "scalar"},

@@ -48,6 +48,10 @@ def normalize(spec: Spec) -> TraceableChain:
     return _Normalizer(spec).run()
 
 
+#: Numbers whose reciprocal is a normal fp32 number.
+_SAFE_DIVISOR = 2.0**-126, 2.0**126
+
+
 class _Normalizer:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -170,6 +174,9 @@ class _Normalizer:
                 return ast.Constant(float(eval(compile(expression, "<chain>", "eval"))))  # noqa: S307 (two numbers)
             except ZeroDivisionError:
                 self.fail(node, "a division of two numbers by zero")
+        if isinstance(op, ast.Div) and isinstance(right, ast.Constant) and _SAFE_DIVISOR[0] <= abs(right.value) <= _SAFE_DIVISOR[1]:
+            # A division takes a dozen instructions an element; the reciprocal's rounding is of the order of an fp32 ulp.
+            return ast.BinOp(left, ast.Mult(), ast.Constant(1.0 / right.value))
         return ast.BinOp(left, op, right)
 
     def call(self, node: ast.Call) -> ast.expr:

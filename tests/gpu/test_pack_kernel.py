@@ -1,4 +1,4 @@
-"""The packing kernel of the fused family, launched directly: scaled fp16 fragments of the filter, scales, the cleared flag."""
+"""The packing kernels of the fused family, launched directly: fragments of the filter, and scales where fp32 becomes fp16."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from cutlass_ops.fused import PackParams
 
 from .helpers import DEVICE, LAYOUTS, Target, assert_same_bits, generator, launch
 
-BLOCK = 128  # output channels of a CTA
+CHANNELS = (64, 16)
 
 
-def run_pack(weight):
-    """The kernel on a filter (K, C <= 64, 3, 3): fragments as halves, scales, the flag, which was 7 before."""
-    blocks = -(-weight.shape[0] // BLOCK)
-    fragments = Target((blocks, 8, 9, 4, 32, 4, 2), torch.float16)  # warp, tap, K step, lane, register, half
-    scales = Target((blocks * BLOCK,), torch.float32)
-    flag = torch.full((1,), 7, dtype=torch.int32, device=DEVICE)
-    addresses = fragments.address, scales.address, flag.data_ptr()
-    params = PackParams(weight.data_ptr(), *weight.stride(), *addresses, weight.shape[0], weight.shape[1])
-    launch("pack_f32_f16", params, grid=blocks * BLOCK)
-    return fragments.read(), scales.read(), flag.item()
+def run_pack(weight, channels, planar, kernel="pack_f32_f16"):
+    """The kernel on a filter (K, C <= channels, R, S): fragments as halves and scales."""
+    k, c, r, s = weight.shape
+    tiles = -(-k // 16)
+    element = torch.bfloat16 if "bf16" in kernel else torch.float16
+    fragments = Target((tiles, r * s, channels // 16, 32, 4, 2), element)  # 16 channels, tap, K step, lane, register, half
+    scales = Target((tiles * 16,), torch.float32)
+    chunks = channels // 8 if planar else 0
+    addresses = fragments.address, scales.address
+    params = PackParams(weight.data_ptr(), *weight.stride(), *addresses, k, c, r * s, s, channels, chunks)
+    launch(kernel, params, grid=tiles * 16)
+    return fragments.read(), scales.read()
 
 
 def power_of_two(exponents):
@@ -29,42 +31,56 @@ def power_of_two(exponents):
     return ((exponents + 127) << 23).to(torch.int32).view(torch.float32)
 
 
-def packed(weight):
+def packed(weight, channels, planar):
     """What the kernel must write, by the layout that kernels/pack.cu documents."""
-    k, c = weight.shape[:2]
-    whole = torch.zeros(-(-k // BLOCK) * BLOCK, 64, 9, dtype=torch.float64, device=weight.device)
-    whole[:k, :c] = weight.reshape(k, c, 9).double()
-    largest = torch.where(whole.isfinite(), whole, 0.0).abs().amax((1, 2))
-    exponents = torch.where(largest > 0, 14 - torch.frexp(largest).exponent, 0)  # frexp's mantissa is in [1/2, 1)
-    halves = (whole * power_of_two(exponents)[:, None, None].double()).float().half()
-    blocks, warps, taps, steps, lanes, registers, parts = torch.meshgrid(
-        *(torch.arange(n, device=weight.device) for n in (len(whole) // BLOCK, 8, 9, 4, 32, 4, 2)), indexing="ij"
+    k, c, r, s = weight.shape
+    whole = torch.zeros(-(-k // 16) * 16, channels, r * s, dtype=torch.float64, device=weight.device)
+    whole[:k, :c] = weight.reshape(k, c, r * s).double()
+    exponents = torch.zeros(len(whole), dtype=torch.int64, device=weight.device)
+    if weight.dtype is torch.float32:
+        largest = torch.where(whole.isfinite(), whole, 0.0).abs().amax((1, 2))
+        exponents = torch.where(largest > 0, 14 - torch.frexp(largest).exponent, 0)  # frexp's mantissa is in [1/2, 1)
+    element = torch.float16 if weight.dtype is torch.float32 else weight.dtype
+    halves = (whole * power_of_two(exponents)[:, None, None].double()).float().to(element)
+    tiles, taps, steps, lanes, registers, parts = torch.meshgrid(
+        *(torch.arange(n, device=weight.device) for n in (len(whole) // 16, r * s, channels // 16, 32, 4, 2)), indexing="ij"
     )
     row = lanes // 4 + 8 * (registers % 2)
     position = steps * 16 + 2 * (lanes % 4) + 8 * (registers // 2) + parts
-    fragments = halves[blocks * BLOCK + warps * 16 + row, position // 8 + 8 * (position % 8), taps]
-    return fragments, power_of_two(-exponents)
+    channel = position // 8 + channels // 8 * (position % 8) if planar else position
+    return halves[tiles * 16 + row, channel, taps], power_of_two(-exponents)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "sliced_channels", "unaligned"])
-@pytest.mark.parametrize(("k", "c"), [(1, 1), (7, 3), (64, 8), (128, 64), (130, 12)])
-def test_filters_are_scaled_rounded_and_placed(k, c, layout):
-    random = generator("pack", k, c)
+@pytest.mark.parametrize(("k", "c", "size"), [(1, 1, 3), (7, 3, 3), (64, 8, 1), (128, 64, 3), (130, 12, 3)])
+def test_filters_are_scaled_rounded_and_placed(k, c, size, layout):
+    random = generator("pack", k, c, size)
     scales = power_of_two(torch.randint(-60, 60, (k, 1, 1, 1), generator=random, device=DEVICE))
-    weight = torch.randn(k, c, 3, 3, generator=random, device=DEVICE) * scales
+    weight = torch.randn(k, c, size, size, generator=random, device=DEVICE) * scales
     weight[k // 2] = 0  # a channel without any weight keeps the scale 1
-    fragments, expected_scales = packed(weight)
-    found, found_scales, flag = run_pack(LAYOUTS[layout](weight))
-    assert_same_bits(found, fragments)
-    assert_same_bits(found_scales, expected_scales)
-    assert flag == 0
+    for channels in (n for n in CHANNELS if n >= c):
+        for planar in (True, False):
+            fragments, expected_scales = packed(weight, channels, planar)
+            found, found_scales = run_pack(LAYOUTS[layout](weight), channels, planar)
+            assert_same_bits(found, fragments)
+            assert_same_bits(found_scales, expected_scales)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("pack_f16_f16", torch.float16), ("pack_bf16_bf16", torch.bfloat16)])
+def test_half_precision_filters_are_placed_as_they_are(kernel, dtype):
+    weight = torch.randn(37, 12, 3, 3, generator=generator(kernel), device=DEVICE).to(dtype)
+    for planar in (True, False):
+        fragments, scales = packed(weight, 16, planar)
+        found, found_scales = run_pack(weight, 16, planar, kernel)
+        assert_same_bits(found, fragments)
+        assert_same_bits(found_scales, scales)
 
 
 def test_special_weights_stay_special():
     weight = torch.randn(5, 3, 3, 3, generator=generator("special"), device=DEVICE)
     weight[0, 0, 0, 0], weight[1, 1, 1, 1], weight[2, 2, 2, 2] = float("nan"), float("inf"), float("-inf")
     weight[3], weight[4, 0, 0, 0] = float("nan"), 1e-42
-    found, scales, _ = run_pack(weight)
-    fragments, expected_scales = packed(weight)
+    found, scales = run_pack(weight, 64, planar=True)
+    fragments, expected_scales = packed(weight, 64, planar=True)
     assert_same_bits(found, fragments)
     assert_same_bits(scales, expected_scales)

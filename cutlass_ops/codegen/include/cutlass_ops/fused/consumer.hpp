@@ -1,0 +1,265 @@
+// What empties the ring: wgmmas with the weights in registers, then chain, pool and store.
+#pragma once
+
+#include "cute/arch/mma_sm90_desc.hpp"
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "cute/atom/mma_traits_sm90_gmma.hpp"
+#include "cutlass/arch/grid_dependency_control.h"
+#include "cutlass_ops/fused/tile.hpp"
+#include "cutlass_ops/visitor_apply.hpp"
+
+namespace cutlass_ops::fused {
+
+// RS wgmma atoms: weights in registers, pixels in shared memory, both with K innermost. Columns: of the accumulators, 64 or 32.
+template <class Operand, int Columns>
+struct Atom;
+template <>
+struct Atom<cutlass::half_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
+template <>
+struct Atom<cutlass::half_t, 32> : cute::SM90::GMMA::MMA_64x32x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
+template <>
+struct Atom<cutlass::bfloat16_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
+
+template <class Tile, class Chain, class Params>
+struct Consumer {
+  using SharedStorage = typename Tile::SharedStorage;
+  using Element = typename Tile::Element;
+  using Pool = typename Tile::Pool;
+  using State = typename Apply<Chain>::State;
+  using Weights = uint32_t[Tile::kFragments][4];
+
+  template <class Atom, int N, size_t... I>
+  CUTLASS_DEVICE static void mma(float (&d)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale, std::index_sequence<I...>) {
+    Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
+  }
+
+  // Issues all products of a step: conv row p reads ring rows p + r; those of the older slot come first. Rows of N * 2 columns.
+  template <int N>
+  CUTLASS_DEVICE static void multiply(float (&upper)[N], float (&lower)[N], Weights const& weights, uint32_t older, uint32_t newer) {
+    constexpr int kSwizzle = Tile::kPixelBytes == 128 ? 1 : 3;  // of 128 or of 32 bytes
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int line = 0; line < Tile::R + 1; ++line)
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        int const r = line - p;
+        if (r < 0 || r >= Tile::R) continue;
+#pragma unroll
+        for (int s = 0; s < Tile::S; ++s)
+#pragma unroll
+          for (int k = 0; k < Tile::kKSteps; ++k) {
+            cute::GmmaDescriptor b;
+            b.reg32_[0] = (line < 2 ? older : newer) + ((line & 1) * Tile::kRowBytes + s * Tile::kPixelBytes + k * 32) / 16;
+            b.reg32_[1] = uint32_t(kSwizzle) << 30 | (8 * Tile::kPixelBytes >> 4);  // bytes between groups of 8 pixels; base offset 0
+            auto const scale = r == 0 && s == 0 && k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;
+            mma<Atom<typename Tile::Operand, 2 * N>>(p ? lower : upper, weights[(r * Tile::S + s) * Tile::kKSteps + k], b, scale,
+                                                     std::make_index_sequence<N>{});
+          }
+      }
+    cute::warpgroup_commit_batch();
+  }
+  template <int N>
+  CUTLASS_DEVICE static void wait_for_products(float (&upper)[N], float (&lower)[N]) {
+    cute::warpgroup_wait<0>();
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      cute::warpgroup_fence_operand(upper[j]);
+      cute::warpgroup_fence_operand(lower[j]);
+    }
+  }
+
+  // A warp: 16 channels from channel0 on, of which a thread has two, and 64 columns of the convolution.
+  struct Place {
+    int warp, lane, group, quad;
+    int channel0, column;  // the warp's first ones, in the result
+    CUTLASS_DEVICE Place(int strip, int block) {
+      warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, group = lane >> 2, quad = lane & 3;
+      int const column_group = Tile::kColumnGroups == 2 ? warp / 4 : 0, channels = Tile::kColumnGroups == 2 ? warp % 4 : warp;
+      channel0 = block * Tile::kOutputChannels + channels * 16;
+      column = (strip * Tile::kColumnGroups + column_group) * (Pool::kWindow ? 32 : 64);
+    }
+  };
+  CUTLASS_DEVICE static State load_chain(Params const& params, int channel, float scale) {
+    return Apply<Chain>::load(params.chain, channel, params.k, scale);
+  }
+
+  // Chain and pool of Half * 32 and the 31 columns from there on, into the warp's staging tile.
+  template <int N>
+  CUTLASS_DEVICE static void stage(Params const& params, Place const& place, uint8_t* staging, State const (&chain)[2],
+                                   float const (&upper)[N], float const (&lower)[N], int offset, int half) {
+    // Accumulator 4 * b + 2 * i + j of a row is channel group + 8 * i, conv column 8 * b + 2 * quad + j.
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const j = offset + 4 * b + 2 * i, channel = place.group + 8 * i;
+        cutlass::Array<float, 4> window;
+        window[0] = upper[j], window[1] = upper[j + 1], window[2] = lower[j], window[3] = lower[j + 1];
+        if constexpr (Pool::kWindow) {
+          float const value = apply_and_pool<Chain, Pool>(chain[i], window, params.pool_scale);
+          int const pixel = half * 16 + b * 4 + place.quad;
+          if constexpr (Tile::kChannelsLast) {
+            reinterpret_cast<Element*>(staging)[pixel * Tile::kStagingPixel + channel] = Element(value);
+          } else {
+            reinterpret_cast<float*>(staging)[channel * Tile::kStagingPitch + pixel] = value;
+          }
+        } else {
+          auto const values = Apply<Chain>::eval(chain[i], window);
+          int const pixel = half * 32 + b * 8 + 2 * place.quad;
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            if constexpr (Tile::kChannelsLast) {
+              auto* target = reinterpret_cast<Element*>(staging) + (row * 64 + pixel) * Tile::kStagingPixel + channel;
+              target[0] = Element(values[2 * row]), target[Tile::kStagingPixel] = Element(values[2 * row + 1]);
+            } else {
+              auto* target = reinterpret_cast<float*>(staging) + channel * Tile::kStagingPitch + row * Tile::kStagingRow + pixel;
+              *reinterpret_cast<float2*>(target) = make_float2(values[2 * row], values[2 * row + 1]);
+            }
+          }
+        }
+      }
+  }
+
+  // Loop-invariant values of a warp's stores. Loading them again in every step costs 3 %: constant loads wait in front of stores.
+  struct Store {
+    int columns, channels, pitch, plane;
+    CUTLASS_DEVICE static void keep(int& value) { asm volatile("" : "+r"(value)); }
+    CUTLASS_DEVICE Store(Params const& params, Place const& place) {
+      columns = params.out_w - place.column, channels = min(16, params.k - place.channel0);
+      pitch = params.out_w, plane = params.out_h * params.out_w;
+      if (Tile::kChannelsLast) pitch = params.k;
+      if (!Tile::kChannelsLast) keep(columns), keep(channels), keep(pitch), keep(plane);
+    }
+    CUTLASS_DEVICE Element* start(Params const& params, Place const& place, Segment const& segment) const {
+      int const row = segment.step * (Pool::kWindow ? 1 : 2);
+      auto* output = static_cast<Element*>(params.output);
+      if constexpr (Tile::kChannelsLast) {
+        return output + ((int64_t(segment.image) * params.out_h + row) * params.out_w + place.column) * params.k + place.channel0;
+      } else {
+        return output + ((int64_t(segment.image) * params.k + place.channel0) * params.out_h + row) * params.out_w + place.column;
+      }
+    }
+    // Elements between a step's first result and the next one's (NCHW).
+    CUTLASS_DEVICE int step(Params const& params) const { return (Pool::kWindow ? 1 : 2) * pitch; }
+  };
+
+  // The warp's staging tile -> device memory. rows: of this step that exist, 1 or 2 (without a pool).
+  CUTLASS_DEVICE static void store(Params const& params, Store const& to, Place const& place, uint8_t const* staging, Element* output, int rows) {
+    if constexpr (Tile::kChannelsLast) {
+      auto const* tile = reinterpret_cast<Element const*>(staging);
+      bool const whole = to.channels == 16 && to.pitch % 8 == 0;  // 16-byte pieces
+      constexpr int kRow = Pool::kWindow ? 32 : 64;
+#pragma unroll
+      for (int i = 0; i < Tile::kPixels / 16; ++i) {
+        int const pixel = i * 16 + place.lane / 2, channel = place.lane % 2 * 8, row = pixel / kRow, column = pixel % kRow;
+        if (column >= to.columns || row >= rows) continue;
+        Element* target = output + (int64_t(row) * params.out_w + column) * to.pitch + channel;
+        Element const* source = tile + pixel * Tile::kStagingPixel + channel;
+        if (whole) {
+          *reinterpret_cast<uint4*>(target) = *reinterpret_cast<uint4 const*>(source);
+        } else {
+          for (int c = 0; c < 8; ++c)
+            if (channel + c < to.channels) target[c] = source[c];
+        }
+      }
+    } else if constexpr (Pool::kWindow) {
+      auto const* tile = reinterpret_cast<float const*>(staging) + place.lane;
+      output += place.lane;
+      int const channels = place.lane < to.columns ? to.channels : 0;
+      if (channels == 16) {
+#pragma unroll
+        for (int c = 0; c < 16; ++c) output[int64_t(c) * to.plane] = Element(tile[c * Tile::kStagingPitch]);
+      } else {
+#pragma unroll 1
+        for (int c = 0; c < channels; ++c) output[int64_t(c) * to.plane] = Element(tile[c * Tile::kStagingPitch]);
+      }
+    } else {
+      store_rows(to, place, reinterpret_cast<float const*>(staging), output, rows);
+    }
+  }
+
+  // Both rows of 16 channels, two columns a lane where all addresses are even.
+  CUTLASS_DEVICE static void store_rows(Store const& to, Place const& place, float const* tile, Element* output, int rows) {
+    struct alignas(2 * sizeof(Element)) Pair {
+      Element first, second;
+    };
+    bool const even = to.pitch % 2 == 0, full = to.channels == 16 && rows == 2;
+    auto const copy = [&](int c, int row) {
+      float const* source = tile + c * Tile::kStagingPitch + row * Tile::kStagingRow;
+      Element* target = output + int64_t(c) * to.plane + (row ? to.pitch : 0);
+      if (even) {
+        float2 const v = *reinterpret_cast<float2 const*>(source + 2 * place.lane);
+        if (2 * place.lane < to.columns) *reinterpret_cast<Pair*>(target + 2 * place.lane) = Pair{Element(v.x), Element(v.y)};
+      } else {
+        if (place.lane < to.columns) target[place.lane] = Element(source[place.lane]);
+        if (place.lane + 32 < to.columns) target[place.lane + 32] = Element(source[place.lane + 32]);
+      }
+    };
+    if (full) {
+#pragma unroll 4
+      for (int c = 0; c < 16; ++c) copy(c, 0), copy(c, 1);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < to.channels * rows; ++i) copy(rows == 2 ? i / 2 : i, rows == 2 ? i % 2 : 0);
+    }
+  }
+
+  CUTLASS_DEVICE static int rows_of(Params const& params, int step) { return Pool::kWindow ? 1 : min(2, params.out_h - 2 * step); }
+
+  CUTLASS_DEVICE static void load_weights(Params const& params, Place const& place, Weights& weights) {
+    uint4 const* fragments = params.weights + place.channel0 / 16 * Tile::kFragments * 32 + place.lane;
+#pragma unroll
+    for (int i = 0; i < Tile::kFragments; ++i) {
+      uint4 const v = fragments[i * 32];
+      weights[i][0] = v.x, weights[i][1] = v.y, weights[i][2] = v.z, weights[i][3] = v.w;
+    }
+  }
+
+  // Descriptors address shared memory in units of 16 bytes; bit 16 is the (unused) leading byte offset of 1.
+  CUTLASS_DEVICE static uint32_t ring_base(Params const& params, SharedStorage& storage, Place const& place) {
+    uint32_t const pixel = (Tile::kShifted ? params.shift : 0) + (Tile::kColumnGroups == 2 ? place.warp / 4 * 64 : 0);
+    return ((cute::cast_smem_ptr_to_uint(storage.ring) >> 4) + pixel * (Tile::kPixelBytes / 16)) | (1u << 16);
+  }
+  static constexpr uint32_t kSlotUnits = 2 * Tile::kRowBytes / 16;
+
+  CUTLASS_DEVICE static void consume(Params const& params, SharedStorage& storage, Place const& place, Weights const& weights) {
+    State const chain[2] = {load_chain(params, place.channel0 + place.group, params.scales[place.channel0 + place.group]),
+                            load_chain(params, place.channel0 + place.group + 8, params.scales[place.channel0 + place.group + 8])};
+    auto* staging = storage.staging[place.warp];
+    uint32_t const ring = ring_base(params, storage, place);
+    Store const to(params, place);
+    float upper[32], lower[32];
+    uint32_t n = 0, turn = 0;
+    for (Work work = storage.work; work.valid();) {
+      Segment const segment = work.advance(params);
+      Element* output = Tile::kChannelsLast ? nullptr : to.start(params, place, segment);
+      if (Tile::kHalo) storage.slot_full[Use<Tile::kSlots>(n).index].wait(Use<Tile::kSlots>(n).phase);
+#pragma unroll 1
+      for (int i = 0; i < segment.count; ++i, ++n, output += Tile::kChannelsLast ? 0 : to.step(params)) {
+        Use<Tile::kSlots> const older(n), newer(n + Tile::kHalo);
+        storage.slot_full[newer.index].wait(newer.phase);
+        // The warpgroups take turns at the tensor cores: otherwise both would multiply, and then both store.
+        storage.turn[place.warp / 4].wait((turn & 1) ^ (place.warp < 4));
+        multiply(upper, lower, weights, ring + older.index * kSlotUnits, ring + newer.index * kSlotUnits);
+        if (place.lane == 0) storage.turn[1 - place.warp / 4].arrive();
+        ++turn;
+        wait_for_products(upper, lower);
+        __syncwarp();
+        if (place.lane == 0) storage.slot_empty[older.index].arrive();
+        stage(params, place, staging, chain, upper, lower, 0, 0);
+        stage(params, place, staging, chain, upper, lower, 16, 1);
+        __syncwarp();
+        // channels_last: whole addresses are cheaper than the registers of a pointer that is kept.
+        if (Tile::kChannelsLast) output = to.start(params, place, {segment.image, segment.step + i, 1});
+        store(params, to, place, staging, output, rows_of(params, segment.step + i));
+        __syncwarp();
+      }
+      if (Tile::kHalo) {
+        if (place.lane == 0) storage.slot_empty[Use<Tile::kSlots>(n).index].arrive();
+        ++n;
+      }
+    }
+  }
+};
+
+}  // namespace cutlass_ops::fused

@@ -1,0 +1,199 @@
+// Steps with values that fp16 cannot hold are computed once more, before the CTA ends, as exactly as with TF32 operands.
+//
+// A step's inputs are split by magnitude into windows of 28 binades, from the largest value down. A pass per window scales
+// its values by a power of two to fp16's normal range, zeroes all others, and multiplies; the passes' results are scaled back
+// and added in fp32. So every value keeps 11 significant bits, as in TF32, whatever else the step holds. Nearly always one
+// window holds everything. Infinities and NaN belong to the first pass.
+//
+// Passes run over 32 columns at a time: 16 accumulators and 16 partial sums a row take the registers of the 32 accumulators.
+#pragma once
+
+#include "cutlass_ops/fused/consumer.hpp"
+#include "cutlass_ops/fused/producer.hpp"
+
+namespace cutlass_ops::fused {
+
+template <class Tile, class Chain, class Params>
+struct Redo {
+  using SharedStorage = typename Tile::SharedStorage;
+  using Produce = Producer<Tile, Params>;
+  using Consume = Consumer<Tile, Chain, Params>;
+  static constexpr int kBinades = 28, kTop = 14;  // the largest value is scaled to [2^14, 2^15)
+  static constexpr int kInputs = Tile::kHalo + 1;  // slots of a step
+  static_assert(kInputs <= Tile::kRawStages && 2 * kInputs <= Tile::kSlots);
+  static constexpr uint32_t kInfinity = 0x7f800000u;
+
+  CUTLASS_DEVICE static bool marked(SharedStorage const& storage, uint32_t slot) {
+    uint32_t const bit = slot >> storage.misfit_shift;
+    return storage.misfits[bit / 32] >> (bit % 32) & 1;
+  }
+  // Calls visit(segment, step, how many came before) for every marked step.
+  template <class Visit>
+  CUTLASS_DEVICE static void for_each(Params const& params, SharedStorage const& storage, Visit&& visit) {
+    uint32_t slot = 0, count = 0;
+    for (Work work = storage.work; work.valid();) {
+      Segment const segment = work.advance(params);
+#pragma unroll 1
+      for (int i = 0; i < segment.count; ++i, ++slot)
+        if (marked(storage, slot) || marked(storage, slot + Tile::kHalo)) visit(segment, i, count++);
+      slot += Tile::kHalo;
+    }
+  }
+
+  // Raw tiles of the marked steps; they follow the others in the ring.
+  CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage, int strip) {
+    int const column = Produce::first_column(params, strip);
+    for_each(params, storage, [&](Segment const& segment, int i, uint32_t count) {
+#pragma unroll 1
+      for (int k = 0; k < kInputs; ++k) {
+        int const row = 2 * (segment.step + i + k) - params.padding_h;
+        Produce::load(params, storage, storage.slots + count * kInputs + k, segment.image, row, column);
+      }
+    });
+  }
+
+  CUTLASS_DEVICE static float power_of_two(int exponent) { return __uint_as_float(uint32_t(max(exponent, -126) + 127) << 23); }
+
+  // The largest of what the three converters found.
+  CUTLASS_DEVICE static uint32_t largest_of_all(SharedStorage& storage, uint32_t mine, uint32_t& turn) {
+    mine = __reduce_max_sync(0xffffffffu, mine);
+    auto& found = storage.found[turn++ % 2];
+    if (threadIdx.x % 32 == 0) found[Produce::converter_index()] = mine;
+    cutlass::arch::NamedBarrier::sync(Tile::kConverters * 32, 1);
+    uint32_t all = 0;
+    for (int i = 0; i < Tile::kConverters; ++i) all = max(all, found[i]);
+    return all;
+  }
+
+  // Values in [low, limit) of a raw tile into a slot, scaled by 2^exponent. Returns the largest magnitude below `low`.
+  // Scaling is done in two multiplications, since 2^exponent alone may be out of range; both are exact.
+  CUTLASS_DEVICE static uint32_t convert(uint32_t raw, uint32_t slot, uint32_t low, uint32_t limit, int exponent, bool write) {
+    uint32_t rest = 0;
+    float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+#pragma unroll 1
+    for (int turn = Produce::converter_index(); turn < Produce::kTurns; turn += Tile::kConverters) {
+      typename Produce::Place const place(turn);
+      uint32_t source = raw + place.source(), target = Produce::target(slot, place);
+      auto const scaled = [&](float v) {
+        uint32_t const magnitude = __float_as_uint(v) & 0x7fffffffu;
+        if (magnitude < low) rest = max(rest, magnitude);
+        bool const special = magnitude >= kInfinity && limit == kInfinity;
+        return special ? v : magnitude >= low && magnitude < limit ? v * first * second : 0.f;
+      };
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j, source += 2 * Produce::Place::kChannelStep) {
+        float2 const a = Produce::load_floats(source), b = Produce::load_floats(source + Produce::Place::kChannelStep);
+        uint32_t const even = Produce::halves(scaled(a.x), scaled(b.x)), odd = Produce::halves(scaled(a.y), scaled(b.y));
+        if (write && target) {
+          Produce::store_shared(target + 4 * j, even);
+          Produce::store_shared(Produce::odd_pixel(target) + 4 * j, odd);
+        }
+      }
+    }
+    return rest;
+  }
+
+  // Raw tiles come in the marked steps' order, so that their number is all that a converter must know. It lies in shared memory:
+  // registers are few.
+  CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
+    auto const left = [&]() -> uint32_t volatile& { return storage.converted[Produce::converter_index()]; };
+    uint32_t marked = 0;
+    for_each(params, storage, [&](Segment const&, int, uint32_t) { ++marked; });
+    __syncwarp();
+    left() = marked;
+    uint32_t tiles = storage.slots, slots = storage.slots, turn = 0;
+    for (__syncwarp(); left(); tiles += kInputs) {
+#pragma unroll 1
+      for (int k = 0; k < kInputs; ++k) storage.raw_full[Use<Tile::kRawStages>(tiles + k).index].wait(Use<Tile::kRawStages>(tiles + k).phase);
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) convert_half(storage, tiles, slots, turn);
+      __syncwarp();
+      if (Produce::lane_index() == 0) {
+        left() = left() - 1;
+        for (int k = 0; k < kInputs; ++k) storage.raw_empty[Use<Tile::kRawStages>(tiles + k).index].arrive();
+      }
+      __syncwarp();
+    }
+  }
+
+  // The passes of a step, from the largest values to the smallest.
+  CUTLASS_DEVICE static void convert_half(SharedStorage& storage, uint32_t tiles, uint32_t& slots, uint32_t& turn) {
+    uint32_t rest = 0, limit = kInfinity;
+#pragma unroll 1
+    for (int k = 0; k < kInputs; ++k) rest = max(rest, convert(raw_address(storage, tiles + k), 0, kInfinity, kInfinity, 0, false));
+    uint32_t largest = largest_of_all(storage, rest, turn);
+    bool last;
+    do {
+      // Subnormal numbers have the exponent of the smallest normal one.
+      int const exponent = max(int(largest >> 23), 1) - 127;
+      uint32_t const low = exponent > kBinades - 126 ? uint32_t(exponent - kBinades + 128) << 23 : 0;
+      rest = 0;
+#pragma unroll 1
+      for (int k = 0; k < kInputs; ++k) {
+        Use<Tile::kSlots> const slot(slots + k);
+        storage.slot_empty[slot.index].wait(slot.phase ^ 1);
+        rest = max(rest, convert(raw_address(storage, tiles + k), Produce::slot_address(storage, slot.index), low, limit, kTop - exponent, true));
+      }
+      largest = largest_of_all(storage, rest, turn);
+      limit = low, last = largest == 0;
+      if (threadIdx.x == 32) storage.pass[Use<Tile::kSlots>(slots).index] = make_int2(exponent - kTop, last);
+#pragma unroll 1
+      for (int k = 0; k < kInputs; ++k) Produce::hand_over(storage, Use<Tile::kSlots>(slots + k).index);
+      slots += kInputs;
+    } while (!last);
+  }
+  CUTLASS_DEVICE static uint32_t raw_address(SharedStorage& storage, uint32_t n) {
+    return Produce::raw_address(storage, Use<Tile::kRawStages>(n).index);
+  }
+
+  CUTLASS_DEVICE static void consume(Params const& params, SharedStorage& storage, typename Consume::Place const& place,
+                                     typename Consume::Weights const& weights) {
+    uint32_t n = storage.slots;
+    int const channels[2] = {place.channel0 + place.group, place.channel0 + place.group + 8};
+    typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
+    // A scale of zero stands for weights below 2^-136, whose products vanish.
+    int const exponents[2] = {max(ilogbf(params.scales[channels[0]]), -1000), max(ilogbf(params.scales[channels[1]]), -1000)};
+    auto* staging = storage.staging[place.warp];
+    uint32_t const ring = Consume::ring_base(params, storage, place);
+    typename Consume::Store const to(params, place);
+    for_each(params, storage, [&](Segment const& segment, int i, uint32_t) {
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        float sums[2][16] = {};
+        bool last;
+        do {
+          Use<Tile::kSlots> const older(n), newer(n + Tile::kHalo);
+          for (int k = 0; k < kInputs; ++k) storage.slot_full[Use<Tile::kSlots>(n + k).index].wait(Use<Tile::kSlots>(n + k).phase);
+          int2 const pass = storage.pass[older.index];
+          float upper[16], lower[16];
+          uint32_t const start = ring + half * 32 * (Tile::kPixelBytes / 16);
+          Consume::multiply(upper, lower, weights, start + older.index * Consume::kSlotUnits, start + newer.index * Consume::kSlotUnits);
+          Consume::wait_for_products(upper, lower);
+          __syncwarp();
+          if (place.lane == 0)
+            for (int k = 0; k < kInputs; ++k) storage.slot_empty[Use<Tile::kSlots>(n + k).index].arrive();
+          n += kInputs, last = pass.y;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            int const exponent = min(max(pass.x + exponents[c], -252), 254);
+            float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+#pragma unroll
+            for (int b = 0; b < 4; ++b)
+#pragma unroll
+              for (int j = 4 * b + 2 * c; j < 4 * b + 2 * c + 2; ++j) {
+                sums[0][j] += upper[j] * first * second;
+                sums[1][j] += lower[j] * first * second;
+              }
+          }
+        } while (!last);
+        Consume::stage(params, place, staging, chain, sums[0], sums[1], 0, half);
+      }
+      __syncwarp();
+      Consume::store(params, to, place, staging, to.start(params, place, {segment.image, segment.step + i, 1}),
+                     Consume::rows_of(params, segment.step + i));
+      __syncwarp();
+    });
+  }
+};
+
+}  // namespace cutlass_ops::fused

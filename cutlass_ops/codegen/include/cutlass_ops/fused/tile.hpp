@@ -1,0 +1,149 @@
+// Shapes of the fused kernel: what a CTA computes, how its shared memory is laid out, and its parameters.
+#pragma once
+
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+#include "cutlass_ops/fused/pool.hpp"
+
+namespace cutlass_ops::fused {
+
+// The steps of a team, in segments that stay within an image. A segment of `count` steps reads count + kHalo slots.
+struct Segment {
+  int image, step, count;
+};
+struct Work {
+  int image, step;  // of the next segment
+  int left;         // steps of a slice, or units
+
+  template <class Params>
+  CUTLASS_DEVICE static Work start(Params const& params, int team, int teams) {
+    if (team >= teams) return {0, 0, 0};
+    if (params.unit) {
+      int const units = params.units_of_image, total = params.n * units;
+      return {team / units, team % units * params.unit, (total - team + teams - 1) / teams};
+    }
+    int64_t const total = int64_t(params.n) * params.steps;
+    int const first = int(total * team / teams);
+    return {first / params.steps, first % params.steps, int(total * (team + 1) / teams) - first};
+  }
+  CUTLASS_DEVICE bool valid() const { return left > 0; }
+  template <class Params>
+  CUTLASS_DEVICE Segment advance(Params const& params) {
+    Segment segment{image, step, params.steps - step};
+    if (params.unit) {
+      segment.count = min(segment.count, params.unit);
+      --left, image += params.jump_images, step += params.jump_steps;
+      if (step >= params.units_of_image * params.unit) ++image, step -= params.units_of_image * params.unit;
+    } else {
+      segment.count = min(segment.count, left);
+      left -= segment.count, ++image, step = 0;
+    }
+    return segment;
+  }
+};
+
+// Element: of x and the result, float, half_t or bfloat16_t. ChannelsLast: their layout. Channels: input channels in shared
+// memory, 64 or 16; smaller problems are padded there. Shifted: NCHW only, for a start that is no multiple of 16 bytes: TMA
+// reads from 16-byte aligned addresses only (anything else is an illegal instruction), so that the tile starts up to 15 bytes
+// early and is wider; the kernel without costs less.
+template <class Element_, bool ChannelsLast_, int Channels_, int R_, int S_, bool Shifted_, class Pool_>
+struct Tile {
+  using Element = Element_;
+  using Pool = Pool_;
+  using Operand = cute::conditional_t<cute::is_same_v<Element, float>, cutlass::half_t, Element>;
+  static constexpr bool kChannelsLast = ChannelsLast_, kShifted = Shifted_;
+  // Converters bring NCHW into the ring; TMA alone brings channels_last.
+  static constexpr bool kConverts = !kChannelsLast;
+  // fp32 values that fp16 cannot hold are computed again (redo.hpp).
+  static constexpr bool kGuarded = cute::is_same_v<Element, float>;
+  static constexpr int R = R_, S = S_, kChannels = Channels_, kTaps = R * S, kKSteps = kChannels / 16, kFragments = kTaps * kKSteps;
+  static_assert((R == 3 || R == 1) && (S == 3 || S == 1), "a step reads R / 2 + 1 ring slots of two rows");
+  static_assert(kChannels == 64 || kChannels == 16, "a pixel is a row of the 128-byte or of the 32-byte swizzle");
+  static_assert(!(kChannelsLast && kShifted));
+
+  // Two consumer warpgroups of 64 output channels x 64 columns: side by side in channels where the weights of 64 input channels
+  // fill the registers, in columns where there are few input channels (rows of the result are then written whole).
+  static constexpr int kChannelGroups = kChannels == 64 ? 2 : 1, kColumnGroups = 2 / kChannelGroups;
+  static constexpr int kOutputChannels = 64 * kChannelGroups, kStrip = 64 * kColumnGroups;
+  static constexpr int kConsumerWarps = 8, kThreads = 384, kConverters = 3;
+  static constexpr int kHalo = R / 2;  // slots that a step shares with the next
+
+  static constexpr int kAlignment = 16 / int(sizeof(Element));  // columns
+  static constexpr int kColumns = kStrip + S - 1 + (kShifted ? kAlignment - 1 : 0);  // that a step needs
+  static constexpr int kRingColumns = (kColumns + 7) / 8 * 8;                         // rows of whole swizzle atoms
+  // NCHW: two rows of fp32 are no multiple of the 32 banks; 16 channels: whole turns of the converters.
+  static constexpr int kFloatColumns = kShifted ? 76 : 68;
+  static constexpr int kBoxColumns = kChannelsLast ? kColumns : kChannels == 16 ? 144 : sizeof(Element) == 4 ? kFloatColumns : kRingColumns;
+  static constexpr int kBoxPixels = 2 * kBoxColumns;
+  static_assert(kColumns <= kBoxColumns && (!kConverts || (kBoxColumns * sizeof(Element)) % 16 == 0));
+  static constexpr int kPixelBytes = kChannels * 2, kRowBytes = kRingColumns * kPixelBytes;
+  static_assert(kRowBytes % (8 * kPixelBytes) == 0);
+  static constexpr int kSlots = kConverts ? 4 : 8, kRawStages = kConverts ? (kChannels == 16 ? 4 : 2) : 1;
+  static constexpr int kRawBytes = kConverts ? kChannels * kBoxPixels * int(sizeof(Element)) : 128;
+  // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
+  static constexpr int kProducerRegisters = kChannels == 64 ? 24 : 72, kConsumerRegisters = kChannels == 64 ? 240 : 208;
+  static constexpr int kMisfitWords = 256;
+
+  // For the layout table: a step's conv outputs x output channels x input channels, its columns in the result.
+  static constexpr int kStages = kSlots, kTile[3] = {2 * kStrip, kOutputChannels, kChannels};
+  static constexpr int kEpilogueTile[2] = {Pool::kWindow ? kStrip / 2 : kStrip, kOutputChannels};
+
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  // Warps hold 16 channels: x 32 pooled columns, or x 2 rows x 64 columns. Pitches are free of bank conflicts for what the
+  // accumulators' layout writes: a float a lane (pooled) or two. channels_last: 16 channels of a pixel, in whole 16 bytes.
+  static constexpr int kPixels = Pool::kWindow ? 32 : 128;  // of a warp's tile
+  static constexpr int kStagingRow = 68, kStagingPitch = Pool::kWindow ? 36 : 2 * kStagingRow, kStagingPixel = 24;
+  static constexpr int kStagingBytes = kChannelsLast ? kPixels * kStagingPixel * 2 : 16 * kStagingPitch * 4;
+
+  struct SharedStorage {
+    alignas(1024) uint8_t ring[kSlots][2][kRowBytes];
+    alignas(128) uint8_t raw[kRawStages][kRawBytes];
+    alignas(16) uint8_t staging[kConsumerWarps][kStagingBytes];
+    Full raw_full[kRawStages], slot_full[kSlots];
+    Barrier raw_empty[kRawStages], slot_empty[kSlots], turn[2];
+    uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
+    int32_t strays[kConverters];                    // small values that a converter let pass in a slot
+    uint32_t converted[kConverters];                // slots that a converter is done with
+    uint32_t found[2][kConverters];                 // redo.hpp
+    int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the step's last}
+    int32_t any_misfit;
+    Work work;        // all of the CTA's
+    uint32_t slots;   // that it reads
+    uint32_t misfit_shift;  // slots of a bit in `misfits`, as a power of two
+  };
+  static constexpr int SharedStorageSize = sizeof(SharedStorage) + 1024;  // dynamic shared memory is aligned by hand
+  static_assert(SharedStorageSize <= 232448);
+};
+
+// Filled by cutlass_ops/fused.py.
+template <class Chain>
+struct Params {
+  cute::TmaDescriptor input;  // tiled (W, H, C, N), or (C, W, H, N) for channels_last
+  typename Chain::Params chain;
+  uint4 const* weights;  // kernels/pack.cu's fragments
+  float const* scales;   // and what its power-of-two scaling of each output channel is undone with
+  void* output;
+  float pool_scale;
+  int32_t n, k, out_h, out_w;    // of the result
+  int32_t steps;                 // of an image: two rows of the convolution each
+  int32_t unit;                  // steps of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each team
+  int32_t units_of_image, jump_images, jump_steps;  // where a team's next unit lies
+  int32_t padding_h, padding_w;
+  int32_t shift;                 // columns that a tile starts early
+  int32_t strips, channel_blocks;
+  int32_t box_bytes;             // of a slot's loads
+};
+
+// Stage and phase of a ring's n-th use. A power of two, so that producers keep one counter for both rings.
+template <int Stages>
+struct Use {
+  static_assert((Stages & (Stages - 1)) == 0);
+  uint32_t index, phase;
+  CUTLASS_DEVICE explicit Use(uint32_t n) : index(n % Stages), phase(n / Stages % 2) {}
+};
+
+
+}  // namespace cutlass_ops::fused
