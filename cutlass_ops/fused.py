@@ -14,7 +14,7 @@ from .two_kernel import ALIGNMENT, Descriptor, round_up
 #: Steps (of two rows) of a unit of work where nothing is pooled. Small units, dealt in turn, keep all SMs writing to the same
 #: few images, which DRAM takes faster than as many streams as there are SMs; pooled results are few bytes, and a long slice
 #: reads every input row once (docs/performance.md).
-UNIT_WITHOUT_POOL = 2
+UNIT_WITHOUT_POOL = 1
 
 
 class PackParams(ctypes.Structure):

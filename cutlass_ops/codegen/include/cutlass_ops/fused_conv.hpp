@@ -5,8 +5,8 @@
 // swizzled row of all channels a pixel, in a ring of input rows: a filter tap is a shifted start address of the B descriptor, so
 // every pixel is read from device memory once. The accumulator layout puts each 2 x 2 window of conv outputs into one thread.
 //
-//   warp 0       TMA: raw tiles of NCHW, or the ring's rows themselves for channels_last (zero outside the image and beyond C)
-//   warps 1..3   converters, for NCHW: raw tile -> a ring slot of 2 rows of pixels; they also find values that fp16 cannot hold
+//   warps 0..3   TMA by one thread: raw tiles of NCHW, or the ring's rows themselves for channels_last (zero outside the image and
+//                beyond C); for NCHW also converters: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16 cannot hold
 //   warps 4..11  consumers: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store
 //
 // CTAs come in teams of strips x channel blocks that walk the same rows side by side: output rows of an odd width share
@@ -28,7 +28,7 @@ struct FusedConv : Tile_ {
   using Consume = fused::Consumer<Tile, Chain, Params>;
   using Redo = fused::Redo<Tile, Chain, Params>;
 
-  CUTLASS_DEVICE static void initialize(Params const& params, SharedStorage& storage, int team, int teams) {
+  CUTLASS_DEVICE static void initialize(Params const& params, SharedStorage& storage, int team, int teams, int strip) {
     for (int i = threadIdx.x; i < int(sizeof(storage.misfits) / 4); i += Tile::kThreads) storage.misfits[i] = 0;
     if (Tile::kConverts && params.box_bytes < Tile::kRawBytes) {  // channels that no load writes
       for (int i = threadIdx.x; i < int(sizeof(storage.raw) / 16); i += Tile::kThreads)
@@ -39,7 +39,6 @@ struct FusedConv : Tile_ {
       for (int i = 0; i < Tile::kSlots; ++i) {
         storage.slot_full[i].init(Tile::kConverts ? Tile::kConverters : 1), storage.slot_empty[i].init(Tile::kConsumerWarps);
       }
-      for (int i = 0; i < 2; ++i) storage.turn[i].init(Tile::kConsumerWarps / 2);
       for (int i = 0; i < Tile::kConverters; ++i) storage.strays[i] = 0, storage.converted[i] = 0;
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
@@ -47,6 +46,7 @@ struct FusedConv : Tile_ {
     }
     if (threadIdx.x == 32) {
       storage.work = fused::Work::start(params, team, teams), storage.slots = 0;
+      storage.loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
       for (fused::Work work = storage.work; work.valid();) storage.slots += work.advance(params).count + Tile::kHalo;
       storage.misfit_shift = 0;
       while (storage.slots >> storage.misfit_shift >= Tile::kMisfitWords * 32) ++storage.misfit_shift;
@@ -59,23 +59,21 @@ struct FusedConv : Tile_ {
     auto& storage = *reinterpret_cast<SharedStorage*>(smem + (-cute::cast_smem_ptr_to_uint(smem) & 1023u));
     int const members = params.strips * params.channel_blocks, teams = gridDim.x / members;
     int const team = blockIdx.x / members, member = blockIdx.x % members, strip = member % params.strips, block = member / params.strips;
-    int const warp = cutlass::canonical_warp_idx_sync();
-    initialize(params, storage, team, teams);
+    initialize(params, storage, team, teams, strip);
     // Until here all warps go together; then a whole CTA without work may leave.
     if (!storage.slots) return;
-    if (warp < 4) {
+    if (cutlass::canonical_warp_idx_sync() < 4) {
       cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-      if (warp == 0) {
-        if (cute::elect_one_sync()) Produce::load_all(params, storage, strip);
-        __syncwarp();
-      } else if constexpr (Tile::kConverts) {
+      if constexpr (Tile::kConverts) {
         Produce::convert_all(params, storage);
+      } else if (threadIdx.x == 0) {
+        while (storage.loads.n < storage.slots) Produce::load_next(params, storage);
       }
       if constexpr (Tile::kGuarded) {
         __syncthreads();
         if (!storage.any_misfit) return;
-        if (warp == 0) {
-          if (cute::elect_one_sync()) Redo::load_all(params, storage, strip);
+        if (threadIdx.x < 32) {
+          if (cute::elect_one_sync()) Redo::load_all(params, storage);
         } else {
           Redo::convert_all(params, storage);
         }

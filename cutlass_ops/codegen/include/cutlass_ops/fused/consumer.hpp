@@ -83,42 +83,9 @@ struct Consumer {
     return Apply<Chain>::load(params.chain, channel, params.k, scale);
   }
 
-  // Chain and pool of Half * 32 and the 31 columns from there on, into the warp's staging tile.
-  template <int N>
-  CUTLASS_DEVICE static void stage(Params const& params, Place const& place, uint8_t* staging, State const (&chain)[2],
-                                   float const (&upper)[N], float const (&lower)[N], int offset, int half) {
-    // Accumulator 4 * b + 2 * i + j of a row is channel group + 8 * i, conv column 8 * b + 2 * quad + j.
-#pragma unroll
-    for (int b = 0; b < 4; ++b)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int const j = offset + 4 * b + 2 * i, channel = place.group + 8 * i;
-        cutlass::Array<float, 4> window;
-        window[0] = upper[j], window[1] = upper[j + 1], window[2] = lower[j], window[3] = lower[j + 1];
-        if constexpr (Pool::kWindow) {
-          float const value = apply_and_pool<Chain, Pool>(chain[i], window, params.pool_scale);
-          int const pixel = half * 16 + b * 4 + place.quad;
-          if constexpr (Tile::kChannelsLast) {
-            reinterpret_cast<Element*>(staging)[pixel * Tile::kStagingPixel + channel] = Element(value);
-          } else {
-            reinterpret_cast<float*>(staging)[channel * Tile::kStagingPitch + pixel] = value;
-          }
-        } else {
-          auto const values = Apply<Chain>::eval(chain[i], window);
-          int const pixel = half * 32 + b * 8 + 2 * place.quad;
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            if constexpr (Tile::kChannelsLast) {
-              auto* target = reinterpret_cast<Element*>(staging) + (row * 64 + pixel) * Tile::kStagingPixel + channel;
-              target[0] = Element(values[2 * row]), target[Tile::kStagingPixel] = Element(values[2 * row + 1]);
-            } else {
-              auto* target = reinterpret_cast<float*>(staging) + channel * Tile::kStagingPitch + row * Tile::kStagingRow + pixel;
-              *reinterpret_cast<float2*>(target) = make_float2(values[2 * row], values[2 * row + 1]);
-            }
-          }
-        }
-      }
-  }
+  struct alignas(2 * sizeof(Element)) Pair {
+    Element first, second;
+  };
 
   // Loop-invariant values of a warp's stores. Loading them again in every step costs 3 %: constant loads wait in front of stores.
   struct Store {
@@ -128,7 +95,7 @@ struct Consumer {
       columns = params.out_w - place.column, channels = min(16, params.k - place.channel0);
       pitch = params.out_w, plane = params.out_h * params.out_w;
       if (Tile::kChannelsLast) pitch = params.k;
-      if (!Tile::kChannelsLast) keep(columns), keep(channels), keep(pitch), keep(plane);
+      if (Pool::kWindow && !Tile::kChannelsLast) keep(columns), keep(channels), keep(pitch), keep(plane);
     }
     CUTLASS_DEVICE Element* start(Params const& params, Place const& place, Segment const& segment) const {
       int const row = segment.step * (Pool::kWindow ? 1 : 2);
@@ -136,14 +103,57 @@ struct Consumer {
       if constexpr (Tile::kChannelsLast) {
         return output + ((int64_t(segment.image) * params.out_h + row) * params.out_w + place.column) * params.k + place.channel0;
       } else {
-        return output + ((int64_t(segment.image) * params.k + place.channel0) * params.out_h + row) * params.out_w + place.column;
+        return output + int64_t(segment.image * params.k + place.channel0) * plane + uint32_t(row * pitch + place.column);
       }
     }
     // Elements between a step's first result and the next one's (NCHW).
     CUTLASS_DEVICE int step(Params const& params) const { return (Pool::kWindow ? 1 : 2) * pitch; }
   };
 
-  // The warp's staging tile -> device memory. rows: of this step that exist, 1 or 2 (without a pool).
+  // Chain and pool of 32 columns from half * 32 on, into the warp's staging tile.
+  template <int N>
+  CUTLASS_DEVICE static void stage(Params const& params, Place const& place, uint8_t* staging, State const (&chain)[2], float const (&upper)[N],
+                                   float const (&lower)[N], int offset, int half) {
+    // Accumulator 4 * b + 2 * i + j of a row is channel group + 8 * i, conv column 8 * b + 2 * quad + j.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const channel = place.group + 8 * i;
+      if constexpr (Pool::kWindow) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          int const j = offset + 4 * b + 2 * i, pixel = half * 16 + b * 4 + place.quad;
+          cutlass::Array<float, 4> window;
+          window[0] = upper[j], window[1] = upper[j + 1], window[2] = lower[j], window[3] = lower[j + 1];
+          float const value = apply_and_pool<Chain, Pool>(chain[i], window, params.pool_scale);
+          if constexpr (Tile::kChannelsLast) {
+            reinterpret_cast<Element*>(staging)[pixel * Tile::kStagingPixel + channel] = Element(value);
+          } else {
+            reinterpret_cast<float*>(staging)[channel * Tile::kStagingPitch + pixel] = value;
+          }
+        }
+      } else {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+          for (int b = 0; b < 4; ++b) {
+            int const j = offset + 4 * b + 2 * i, pixel = half * 32 + b * 8 + 2 * place.quad;
+            cutlass::Array<float, 2> accumulators;
+            accumulators[0] = row ? lower[j] : upper[j], accumulators[1] = row ? lower[j + 1] : upper[j + 1];
+            auto const values = Apply<Chain>::eval(chain[i], accumulators);
+            Pair const pair{Element(values[0]), Element(values[1])};
+            if constexpr (Tile::kChannelsLast) {
+              auto* target = reinterpret_cast<Element*>(staging) + (row * 64 + pixel) * Tile::kStagingPixel + channel;
+              target[0] = pair.first, target[Tile::kStagingPixel] = pair.second;
+            } else {
+              *reinterpret_cast<Pair*>(reinterpret_cast<Element*>(staging) + (2 * channel + row) * Tile::kStagingRow + pixel) = pair;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // The warp's staging tile -> device memory. rows: that are left of the image (without a pool).
   CUTLASS_DEVICE static void store(Params const& params, Store const& to, Place const& place, uint8_t const* staging, Element* output, int rows) {
     if constexpr (Tile::kChannelsLast) {
       auto const* tile = reinterpret_cast<Element const*>(staging);
@@ -174,37 +184,39 @@ struct Consumer {
         for (int c = 0; c < channels; ++c) output[int64_t(c) * to.plane] = Element(tile[c * Tile::kStagingPitch]);
       }
     } else {
-      store_rows(to, place, reinterpret_cast<float const*>(staging), output, rows);
+      store_rows(to, place, reinterpret_cast<Element const*>(staging), output, rows);
     }
   }
 
-  // Both rows of 16 channels, two columns a lane where all addresses are even.
-  CUTLASS_DEVICE static void store_rows(Store const& to, Place const& place, float const* tile, Element* output, int rows) {
-    struct alignas(2 * sizeof(Element)) Pair {
-      Element first, second;
-    };
-    bool const even = to.pitch % 2 == 0, full = to.channels == 16 && rows == 2;
-    auto const copy = [&](int c, int row) {
-      float const* source = tile + c * Tile::kStagingPitch + row * Tile::kStagingRow;
-      Element* target = output + int64_t(c) * to.plane + (row ? to.pitch : 0);
+  // Both rows of 16 channels, two columns a lane where all addresses are even. Bulk copies of such short rows take 65 cycles each,
+  // and 16-byte stores leave ends that cost more than they gain (docs/performance.md).
+  CUTLASS_DEVICE static void store_rows(Store const& to, Place const& place, Element const* tile, Element* output, int rows) {
+    bool const even = to.pitch % 2 == 0;
+    auto const copy = [&](int channel, int row) {
+      Element const* source = tile + (2 * channel + row) * Tile::kStagingRow;
+      Element* target = output + int64_t(channel) * to.plane + (row ? to.pitch : 0);
       if (even) {
-        float2 const v = *reinterpret_cast<float2 const*>(source + 2 * place.lane);
-        if (2 * place.lane < to.columns) *reinterpret_cast<Pair*>(target + 2 * place.lane) = Pair{Element(v.x), Element(v.y)};
+        Pair const pair = *reinterpret_cast<Pair const*>(source + 2 * place.lane);
+        if (2 * place.lane < to.columns) *reinterpret_cast<Pair*>(target + 2 * place.lane) = pair;
       } else {
-        if (place.lane < to.columns) target[place.lane] = Element(source[place.lane]);
-        if (place.lane + 32 < to.columns) target[place.lane + 32] = Element(source[place.lane + 32]);
+        if (place.lane < to.columns) target[place.lane] = source[place.lane];
+        if (place.lane + 32 < to.columns) target[place.lane + 32] = source[place.lane + 32];
       }
     };
-    if (full) {
+    if (to.channels == 16 && rows > 1) {
 #pragma unroll 4
-      for (int c = 0; c < 16; ++c) copy(c, 0), copy(c, 1);
+      for (int channel = 0; channel < 16; ++channel) copy(channel, 0), copy(channel, 1);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < to.channels * rows; ++i) copy(rows == 2 ? i / 2 : i, rows == 2 ? i % 2 : 0);
+      for (int channel = 0; channel < to.channels; ++channel) {
+        copy(channel, 0);
+        if (rows > 1) copy(channel, 1);
+      }
     }
   }
 
-  CUTLASS_DEVICE static int rows_of(Params const& params, int step) { return Pool::kWindow ? 1 : min(2, params.out_h - 2 * step); }
+  // Rows from a step on, of the image's result (without a pool).
+  CUTLASS_DEVICE static int rows_of(Params const& params, int step) { return params.out_h - 2 * step; }
 
   CUTLASS_DEVICE static void load_weights(Params const& params, Place const& place, Weights& weights) {
     uint4 const* fragments = params.weights + place.channel0 / 16 * Tile::kFragments * 32 + place.lane;
@@ -229,20 +241,17 @@ struct Consumer {
     uint32_t const ring = ring_base(params, storage, place);
     Store const to(params, place);
     float upper[32], lower[32];
-    uint32_t n = 0, turn = 0;
+    uint32_t n = 0;
     for (Work work = storage.work; work.valid();) {
       Segment const segment = work.advance(params);
-      Element* output = Tile::kChannelsLast ? nullptr : to.start(params, place, segment);
+      Element* output = to.start(params, place, segment);
       if (Tile::kHalo) storage.slot_full[Use<Tile::kSlots>(n).index].wait(Use<Tile::kSlots>(n).phase);
+      int rows = rows_of(params, segment.step);
 #pragma unroll 1
-      for (int i = 0; i < segment.count; ++i, ++n, output += Tile::kChannelsLast ? 0 : to.step(params)) {
+      for (int left = segment.count; left > 0; --left, ++n, rows -= 2) {
         Use<Tile::kSlots> const older(n), newer(n + Tile::kHalo);
         storage.slot_full[newer.index].wait(newer.phase);
-        // The warpgroups take turns at the tensor cores: otherwise both would multiply, and then both store.
-        storage.turn[place.warp / 4].wait((turn & 1) ^ (place.warp < 4));
         multiply(upper, lower, weights, ring + older.index * kSlotUnits, ring + newer.index * kSlotUnits);
-        if (place.lane == 0) storage.turn[1 - place.warp / 4].arrive();
-        ++turn;
         wait_for_products(upper, lower);
         __syncwarp();
         if (place.lane == 0) storage.slot_empty[older.index].arrive();
@@ -250,8 +259,9 @@ struct Consumer {
         stage(params, place, staging, chain, upper, lower, 16, 1);
         __syncwarp();
         // channels_last: whole addresses are cheaper than the registers of a pointer that is kept.
-        if (Tile::kChannelsLast) output = to.start(params, place, {segment.image, segment.step + i, 1});
-        store(params, to, place, staging, output, rows_of(params, segment.step + i));
+        if (Tile::kChannelsLast) output = to.start(params, place, {segment.image, segment.step + segment.count - left, 1});
+        store(params, to, place, staging, output, rows);
+        if (!Tile::kChannelsLast) output += to.step(params);
         __syncwarp();
       }
       if (Tile::kHalo) {

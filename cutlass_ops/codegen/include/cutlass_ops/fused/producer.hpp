@@ -36,18 +36,16 @@ struct Producer {
       copy(storage.ring[use.index][1], 0, column, row + 1);
     }
   }
-  CUTLASS_DEVICE static int first_column(Params const& params, int strip) {
-    return strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0);
-  }
-  CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage, int strip) {
-    int const column = first_column(params, strip);
-    uint32_t n = 0;
-    for (Work work = storage.work; work.valid();) {
-      Segment const segment = work.advance(params);
-      int row = 2 * segment.step - params.padding_h;
-#pragma unroll 1
-      for (int left = segment.count + Tile::kHalo; left > 0; --left, ++n, row += 2) load(params, storage, n, segment.image, row, column);
+  // By one thread: the next slot's load, if there is one. Its state lies in shared memory: registers are few.
+  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage) {
+    auto& next = storage.loads;
+    if (!next.left) {
+      if (!next.work.valid()) return;
+      Segment const segment = next.work.advance(params);
+      next.image = segment.image, next.row = 2 * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
     }
+    load(params, storage, next.n, next.image, next.row, next.column);
+    ++next.n, --next.left, next.row += 2;
   }
 
   // Volatile keeps the compiler from hoisting loads beyond what the converters' 24 registers hold.
@@ -75,6 +73,13 @@ struct Producer {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
     return r;
   }
+  CUTLASS_DEVICE static __half2 largest(uint32_t const (&even)[4], uint32_t const (&odd)[4]) {
+    auto const magnitudes = [](uint32_t v) { return __habs2(reinterpret_cast<__half2 const&>(v)); };
+    __half2 most = __hmax2_nan(magnitudes(even[0]), magnitudes(odd[0]));
+#pragma unroll
+    for (int j = 1; j < 4; ++j) most = __hmax2_nan(most, __hmax2_nan(magnitudes(even[j]), magnitudes(odd[j])));
+    return most;
+  }
   CUTLASS_DEVICE static int lane_index() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile: addresses are computed anew instead of kept, and spilled
@@ -84,37 +89,42 @@ struct Producer {
   CUTLASS_DEVICE static int converter_index() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return int(thread / 32) - 1;
+    return int(thread / 32);
   }
 
-  // Where a lane's two pixels lie in a raw tile, and in a slot. lane = (8 channels, pixel pair). K position 8 * c + j of a pixel
-  // holds input channel c + kChunks * j, which makes the reads conflict-free; the packed weights have the same order.
-  struct Place {
-    int chunk, pixel;
-    CUTLASS_DEVICE explicit Place(int turn) {
-      int const lane = lane_index();
-      chunk = lane / kPairs, pixel = (turn * kPairs + lane % kPairs) * 2;
+  // A lane's way through a raw tile and the slot that it becomes: two pixels x 8 channels a turn. K position 8 * c + j of a pixel
+  // holds input channel c + kChunks * j, which makes the reads conflict-free; the packed weights have the same order. All that
+  // is kept is moved from turn to turn: registers are few.
+  static constexpr int kChannelStep = kChunks * Tile::kBoxPixels * int(sizeof(Element));
+  template <int Warps>
+  struct Walk {
+    static constexpr int kStep = Warps * 2 * kPairs;
+    // Going on to the second row, which begins elsewhere in a swizzle atom.
+    static constexpr int kNextRow = Tile::kRowBytes - Tile::kBoxColumns * Tile::kPixelBytes;
+    static constexpr uint32_t kFlip = Tile::kChannels == 64 ? Tile::kBoxColumns % 8 * 16 : 0;
+    static_assert(kStep % 8 == 0 && (kFlip == 0 || kFlip == 64) && Tile::kBoxPixels % (2 * kPairs) == 0);
+    int pixel;
+    uint32_t source, target;
+    CUTLASS_DEVICE Walk(uint32_t raw, uint32_t slot, int warp) {
+      int const lane = lane_index(), chunk = lane / kPairs;
+      pixel = (warp * kPairs + lane % kPairs) * 2;
+      source = raw + (chunk * Tile::kBoxPixels + pixel) * sizeof(Element);
+      int const swizzled = Tile::kChannels == 64 ? chunk ^ (pixel & 7) : chunk ^ (pixel >> 2 & 1);  // pixel is even
+      target = slot + pixel * Tile::kPixelBytes + (swizzled << 4);
+      if (pixel >= Tile::kBoxColumns) target = (target + kNextRow) ^ kFlip;
     }
-    CUTLASS_DEVICE uint32_t source() const { return (chunk * Tile::kBoxPixels + pixel) * sizeof(Element); }
-    static constexpr int kChannelStep = kChunks * Tile::kBoxPixels * int(sizeof(Element));
+    CUTLASS_DEVICE bool valid() const { return pixel < Tile::kBoxPixels; }  // the same for all lanes
+    CUTLASS_DEVICE void advance() {
+      bool const first_row = pixel < Tile::kBoxColumns;
+      pixel += kStep, source += kStep * sizeof(Element), target += kStep * Tile::kPixelBytes;
+      if (first_row && pixel >= Tile::kBoxColumns) target = (target + kNextRow) ^ kFlip;
+    }
+    // Columns beyond are read by no tap.
+    CUTLASS_DEVICE bool needed() const {
+      return Tile::kBoxColumns <= Tile::kRingColumns || pixel % Tile::kBoxColumns < Tile::kRingColumns;
+    }
+    CUTLASS_DEVICE uint32_t odd_target() const { return (target + Tile::kPixelBytes) ^ (Tile::kChannels == 64 ? 16 : 0); }
   };
-  static constexpr int kTurns = Tile::kBoxPixels / (2 * kPairs);
-  static_assert(!Tile::kConverts || Tile::kBoxPixels % (2 * kPairs) == 0);
-
-  // Address of the even pixel's chunk in a slot; the odd pixel's is the next pixel's, which is `odd_pixel` of it. 0: not needed.
-  CUTLASS_DEVICE static uint32_t target(uint32_t slot, Place const& place) {
-    int const line = place.pixel >= Tile::kBoxColumns, column = place.pixel - (line ? Tile::kBoxColumns : 0);  // column is even
-    if (Tile::kBoxColumns > Tile::kRingColumns && column >= Tile::kRingColumns) return 0;
-    int const swizzled = Tile::kChannels == 64 ? place.chunk ^ (column & 7) : place.chunk ^ ((column >> 2) & 1);
-    return slot + line * Tile::kRowBytes + column * Tile::kPixelBytes + (swizzled << 4);
-  }
-  CUTLASS_DEVICE static uint32_t odd_pixel(uint32_t even) { return (even + Tile::kPixelBytes) ^ (Tile::kChannels == 64 ? 16 : 0); }
-  CUTLASS_DEVICE static void store_pixels(uint32_t slot, Place const& place, uint32_t const (&even)[4], uint32_t const (&odd)[4]) {
-    uint32_t const address = target(slot, place);
-    if (!address) return;
-    store_shared(address, even);
-    store_shared(odd_pixel(address), odd);
-  }
 
   // Eight pixels of a channel are as exact as with TF32 if they are zero or the largest of them is within bounds. A channel that
   // is not, among others that are, is a stray: random data of which much is zero has some by chance, and what fp16 rounds off
@@ -123,49 +133,60 @@ struct Producer {
     float most = 0.f;
     int small = 0;
 #pragma unroll 1
-    for (int j = 0; j < 8; ++j, source += Place::kChannelStep) {
-      float2 const v = load_floats(source);
-      float largest = larger(fabsf(v.x), fabsf(v.y));
-      largest = larger(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = larger(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      small += __popc(__ballot_sync(0xffffffffu, largest < kSmallestSafeMaximum && largest > 0.f)) / 4;
-      most = larger(most, largest);
+    for (int half = 0; half < 2; ++half, source += 4 * kChannelStep) {
+      float values[4];  // four at a time hide each other's latency
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 const v = load_floats(source + j * kChannelStep);
+        values[j] = larger(fabsf(v.x), fabsf(v.y));
+      }
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[j] = larger(values[j], __shfl_xor_sync(0xffffffffu, values[j], lanes));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        small += __popc(__ballot_sync(0xffffffffu, values[j] < kSmallestSafeMaximum && values[j] > 0.f)) / 4;
+        most = larger(most, values[j]);
+      }
     }
     uint32_t const patch = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
     if ((small && patch < __float_as_uint(kSmallestSafeMaximum)) || patch > __float_as_uint(kFp16Max)) small = kStraysAllowed + 1;
     if (lane_index() == 0) strays[converter_index()] += small;
   }
 
-  // A raw tile into a slot, by three warps in turns.
+  // A raw tile into a slot, by all converters in turns.
   CUTLASS_DEVICE static void convert(uint32_t raw, uint32_t slot, int32_t (&strays)[Tile::kConverters]) {
 #pragma unroll 1
-    for (int turn = converter_index(); turn < kTurns; turn += Tile::kConverters) {
-      Place const place(turn);
-      uint32_t const source = raw + place.source();
+    for (Walk<Tile::kConverters> walk(raw, slot, converter_index()); walk.valid(); walk.advance()) {
       uint32_t even[4], odd[4];
+      [[maybe_unused]] bool suspect = false;
       if constexpr (Tile::kGuarded) {
-        float largest = 0.f;
-        uint32_t smallest = 0xffffffffu;  // twice the bits less one: of the smallest value that is not zero
-        auto const look = [&](float v) {
-          largest = larger(largest, fabsf(v));
-          smallest = min(smallest, 2 * __float_as_uint(v) - 1);
+        // The least but for zeros, which become the largest: of the upper halves of two fp32 values at a time, without signs. A
+        // sign that is carried into the other half changes a last place.
+        uint32_t smallest = 0xffffffffu;
+        auto const look = [&](float v, float w) {
+          uint32_t const both = 2 * __byte_perm(__float_as_uint(v), __float_as_uint(w), 0x7632);
+          smallest = __viaddmin_u16x2(both, 0xffffffffu, smallest);
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          float2 const a = load_floats(source + 2 * j * Place::kChannelStep), b = load_floats(source + (2 * j + 1) * Place::kChannelStep);
+          float2 const a = load_floats(walk.source + 2 * j * kChannelStep), b = load_floats(walk.source + (2 * j + 1) * kChannelStep);
           even[j] = halves(a.x, b.x), odd[j] = halves(a.y, b.y);
-          look(a.x), look(b.x), look(a.y), look(b.y);
+          look(a.x, b.x), look(a.y, b.y);
         }
-        store_pixels(slot, place, even, odd);
-        bool const suspect = smallest < 2 * __float_as_uint(kSmallestNormal) - 1 || !(largest <= kFp16Max);
-        if (__any_sync(0xffffffffu, suspect)) look_closely(source, strays);
+        constexpr uint32_t kLeast = 2 * (0x38800000u >> 16);  // of 2^-14
+        suspect = __vcmpltu2(smallest, kLeast * 0x10001u) || !__hble2(largest(even, odd), __float2half2_rn(kFp16Max));
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          uint32_t const a = load_halves(source + 2 * j * Place::kChannelStep), b = load_halves(source + (2 * j + 1) * Place::kChannelStep);
+          uint32_t const a = load_halves(walk.source + 2 * j * kChannelStep), b = load_halves(walk.source + (2 * j + 1) * kChannelStep);
           even[j] = __byte_perm(a, b, 0x5410), odd[j] = __byte_perm(a, b, 0x7632);
         }
-        store_pixels(slot, place, even, odd);
+      }
+      if (walk.needed()) store_shared(walk.target, even), store_shared(walk.odd_target(), odd);
+      if constexpr (Tile::kGuarded) {
+        if (__any_sync(0xffffffffu, suspect)) look_closely(walk.source, strays);
       }
     }
   }
@@ -186,7 +207,13 @@ struct Producer {
   // The count of slots lies in shared memory: a register more would spill.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
     auto const count = [&]() -> uint32_t volatile& { return storage.converted[converter_index()]; };
+    auto const loads = [&] { return converter_index() == 3 && lane_index() == 0; };
+    if (loads()) {
+      for (int i = 0; i < Tile::kRawStages - 1; ++i) load_next(params, storage);
+    }
     while (count() < storage.slots) {
+      if (loads()) load_next(params, storage);  // into the stage that the slot before left
+      __syncwarp();
       {
         uint32_t const n = count();
         Use<Tile::kRawStages> const raw(n);

@@ -19,6 +19,7 @@ struct Redo {
   using Produce = Producer<Tile, Params>;
   using Consume = Consumer<Tile, Chain, Params>;
   static constexpr int kBinades = 28, kTop = 14;  // the largest value is scaled to [2^14, 2^15)
+  static constexpr int kConverters = Tile::kConverters - 1;  // here the first of the producer warps loads, and nothing else
   static constexpr int kInputs = Tile::kHalo + 1;  // slots of a step
   static_assert(kInputs <= Tile::kRawStages && 2 * kInputs <= Tile::kSlots);
   static constexpr uint32_t kInfinity = 0x7f800000u;
@@ -41,27 +42,35 @@ struct Redo {
   }
 
   // Raw tiles of the marked steps; they follow the others in the ring.
-  CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage, int strip) {
-    int const column = Produce::first_column(params, strip);
+  CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage) {
     for_each(params, storage, [&](Segment const& segment, int i, uint32_t count) {
 #pragma unroll 1
       for (int k = 0; k < kInputs; ++k) {
         int const row = 2 * (segment.step + i + k) - params.padding_h;
-        Produce::load(params, storage, storage.slots + count * kInputs + k, segment.image, row, column);
+        uint32_t const n = storage.slots + count * kInputs + k;
+        Produce::load(params, storage, n, segment.image, row, storage.loads.column);
+        storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();  // as a converter, which this warp is not here
       }
     });
   }
 
   CUTLASS_DEVICE static float power_of_two(int exponent) { return __uint_as_float(uint32_t(max(exponent, -126) + 127) << 23); }
 
-  // The largest of what the three converters found.
-  CUTLASS_DEVICE static uint32_t largest_of_all(SharedStorage& storage, uint32_t mine, uint32_t& turn) {
+  // Where a converter is: how many halves of marked steps are left, uses of both rings and of `found`. In shared memory: registers are few.
+  CUTLASS_DEVICE static auto& own(SharedStorage& storage) { return storage.redo[converter_index()]; }
+  CUTLASS_DEVICE static int converter_index() { return Produce::converter_index() - 1; }
+
+  // The largest of what the converters found.
+  CUTLASS_DEVICE static uint32_t largest_of_all(SharedStorage& storage, uint32_t mine) {
     mine = __reduce_max_sync(0xffffffffu, mine);
-    auto& found = storage.found[turn++ % 2];
-    if (threadIdx.x % 32 == 0) found[Produce::converter_index()] = mine;
-    cutlass::arch::NamedBarrier::sync(Tile::kConverters * 32, 1);
+    auto& found = storage.found[own(storage).turn % 2];
+    if (threadIdx.x % 32 == 0) {
+      found[converter_index()] = mine;
+      ++own(storage).turn;
+    }
+    cutlass::arch::NamedBarrier::sync(kConverters * 32, 1);
     uint32_t all = 0;
-    for (int i = 0; i < Tile::kConverters; ++i) all = max(all, found[i]);
+    for (int i = 0; i < kConverters; ++i) all = max(all, found[i]);
     return all;
   }
 
@@ -71,9 +80,7 @@ struct Redo {
     uint32_t rest = 0;
     float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
 #pragma unroll 1
-    for (int turn = Produce::converter_index(); turn < Produce::kTurns; turn += Tile::kConverters) {
-      typename Produce::Place const place(turn);
-      uint32_t source = raw + place.source(), target = Produce::target(slot, place);
+    for (typename Produce::template Walk<kConverters> walk(raw, slot, converter_index()); walk.valid(); walk.advance()) {
       auto const scaled = [&](float v) {
         uint32_t const magnitude = __float_as_uint(v) & 0x7fffffffu;
         if (magnitude < low) rest = max(rest, magnitude);
@@ -81,47 +88,47 @@ struct Redo {
         return special ? v : magnitude >= low && magnitude < limit ? v * first * second : 0.f;
       };
 #pragma unroll 1
-      for (int j = 0; j < 4; ++j, source += 2 * Produce::Place::kChannelStep) {
-        float2 const a = Produce::load_floats(source), b = Produce::load_floats(source + Produce::Place::kChannelStep);
+      for (int j = 0; j < 4; ++j) {
+        uint32_t const source = walk.source + 2 * j * Produce::kChannelStep;
+        float2 const a = Produce::load_floats(source), b = Produce::load_floats(source + Produce::kChannelStep);
         uint32_t const even = Produce::halves(scaled(a.x), scaled(b.x)), odd = Produce::halves(scaled(a.y), scaled(b.y));
-        if (write && target) {
-          Produce::store_shared(target + 4 * j, even);
-          Produce::store_shared(Produce::odd_pixel(target) + 4 * j, odd);
+        if (write && walk.needed()) {
+          Produce::store_shared(walk.target + 4 * j, even);
+          Produce::store_shared(walk.odd_target() + 4 * j, odd);
         }
       }
     }
     return rest;
   }
 
-  // Raw tiles come in the marked steps' order, so that their number is all that a converter must know. It lies in shared memory:
-  // registers are few.
+  // Raw tiles come in the marked steps' order, so that their number is all that a converter must know.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
-    auto const left = [&]() -> uint32_t volatile& { return storage.converted[Produce::converter_index()]; };
     uint32_t marked = 0;
     for_each(params, storage, [&](Segment const&, int, uint32_t) { ++marked; });
+    if (Produce::lane_index() == 0) own(storage) = {2 * marked, storage.slots, storage.slots, 0};
     __syncwarp();
-    left() = marked;
-    uint32_t tiles = storage.slots, slots = storage.slots, turn = 0;
-    for (__syncwarp(); left(); tiles += kInputs) {
+    while (own(storage).left) {
 #pragma unroll 1
-      for (int k = 0; k < kInputs; ++k) storage.raw_full[Use<Tile::kRawStages>(tiles + k).index].wait(Use<Tile::kRawStages>(tiles + k).phase);
+      for (int k = 0; k < kInputs; ++k) {
+        Use<Tile::kRawStages> const raw(own(storage).tiles + k);
+        storage.raw_full[raw.index].wait(raw.phase);
+      }
+      convert_half(storage);
+      if (Produce::lane_index() == 0 && --own(storage).left % 2 == 0) {
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) convert_half(storage, tiles, slots, turn);
-      __syncwarp();
-      if (Produce::lane_index() == 0) {
-        left() = left() - 1;
-        for (int k = 0; k < kInputs; ++k) storage.raw_empty[Use<Tile::kRawStages>(tiles + k).index].arrive();
+        for (int k = 0; k < kInputs; ++k) storage.raw_empty[Use<Tile::kRawStages>(own(storage).tiles + k).index].arrive();
+        own(storage).tiles += kInputs;
       }
       __syncwarp();
     }
   }
 
-  // The passes of a step, from the largest values to the smallest.
-  CUTLASS_DEVICE static void convert_half(SharedStorage& storage, uint32_t tiles, uint32_t& slots, uint32_t& turn) {
+  // The passes of half a step, from the largest values to the smallest.
+  CUTLASS_DEVICE static void convert_half(SharedStorage& storage) {
     uint32_t rest = 0, limit = kInfinity;
 #pragma unroll 1
-    for (int k = 0; k < kInputs; ++k) rest = max(rest, convert(raw_address(storage, tiles + k), 0, kInfinity, kInfinity, 0, false));
-    uint32_t largest = largest_of_all(storage, rest, turn);
+    for (int k = 0; k < kInputs; ++k) rest = max(rest, convert(raw_address(storage, own(storage).tiles + k), 0, kInfinity, kInfinity, 0, false));
+    uint32_t largest = largest_of_all(storage, rest);
     bool last;
     do {
       // Subnormal numbers have the exponent of the smallest normal one.
@@ -130,16 +137,24 @@ struct Redo {
       rest = 0;
 #pragma unroll 1
       for (int k = 0; k < kInputs; ++k) {
-        Use<Tile::kSlots> const slot(slots + k);
+        Use<Tile::kSlots> const slot(own(storage).slots + k);
         storage.slot_empty[slot.index].wait(slot.phase ^ 1);
-        rest = max(rest, convert(raw_address(storage, tiles + k), Produce::slot_address(storage, slot.index), low, limit, kTop - exponent, true));
+        uint32_t const raw = raw_address(storage, own(storage).tiles + k);
+        rest = max(rest, convert(raw, Produce::slot_address(storage, slot.index), low, limit, kTop - exponent, true));
       }
-      largest = largest_of_all(storage, rest, turn);
+      largest = largest_of_all(storage, rest);
       limit = low, last = largest == 0;
+      uint32_t const slots = own(storage).slots;
       if (threadIdx.x == 32) storage.pass[Use<Tile::kSlots>(slots).index] = make_int2(exponent - kTop, last);
 #pragma unroll 1
-      for (int k = 0; k < kInputs; ++k) Produce::hand_over(storage, Use<Tile::kSlots>(slots + k).index);
-      slots += kInputs;
+      for (int k = 0; k < kInputs; ++k) {
+        uint32_t const slot = Use<Tile::kSlots>(slots + k).index;
+        Produce::hand_over(storage, slot);
+        if (threadIdx.x == 32) storage.slot_full[slot].arrive();  // for the warp that loads
+      }
+      __syncwarp();
+      if (Produce::lane_index() == 0) own(storage).slots = slots + kInputs;
+      __syncwarp();
     } while (!last);
   }
   CUTLASS_DEVICE static uint32_t raw_address(SharedStorage& storage, uint32_t n) {
@@ -157,6 +172,7 @@ struct Redo {
     uint32_t const ring = Consume::ring_base(params, storage, place);
     typename Consume::Store const to(params, place);
     for_each(params, storage, [&](Segment const& segment, int i, uint32_t) {
+      auto* output = to.start(params, place, {segment.image, segment.step + i, 1});
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sums[2][16] = {};
@@ -189,8 +205,7 @@ struct Redo {
         Consume::stage(params, place, staging, chain, sums[0], sums[1], 0, half);
       }
       __syncwarp();
-      Consume::store(params, to, place, staging, to.start(params, place, {segment.image, segment.step + i, 1}),
-                     Consume::rows_of(params, segment.step + i));
+      Consume::store(params, to, place, staging, output, Consume::rows_of(params, segment.step + i));
       __syncwarp();
     });
   }

@@ -67,7 +67,7 @@ struct Tile {
   // fill the registers, in columns where there are few input channels (rows of the result are then written whole).
   static constexpr int kChannelGroups = kChannels == 64 ? 2 : 1, kColumnGroups = 2 / kChannelGroups;
   static constexpr int kOutputChannels = 64 * kChannelGroups, kStrip = 64 * kColumnGroups;
-  static constexpr int kConsumerWarps = 8, kThreads = 384, kConverters = 3;
+  static constexpr int kConsumerWarps = 8, kThreads = 384, kConverters = 4;
   static constexpr int kHalo = R / 2;  // slots that a step shares with the next
 
   static constexpr int kAlignment = 16 / int(sizeof(Element));  // columns
@@ -80,7 +80,7 @@ struct Tile {
   static_assert(kColumns <= kBoxColumns && (!kConverts || (kBoxColumns * sizeof(Element)) % 16 == 0));
   static constexpr int kPixelBytes = kChannels * 2, kRowBytes = kRingColumns * kPixelBytes;
   static_assert(kRowBytes % (8 * kPixelBytes) == 0);
-  static constexpr int kSlots = kConverts ? 4 : 8, kRawStages = kConverts ? (kChannels == 16 ? 4 : 2) : 1;
+  static constexpr int kSlots = kConverts ? 4 : 8, kRawStages = kConverts ? 2 : 1;  // reading further ahead gets in the way of the stores: 0.264 -> 0.209 ms (problem 57)
   static constexpr int kRawBytes = kConverts ? kChannels * kBoxPixels * int(sizeof(Element)) : 128;
   // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
   static constexpr int kProducerRegisters = kChannels == 64 ? 24 : 72, kConsumerRegisters = kChannels == 64 ? 240 : 208;
@@ -92,22 +92,31 @@ struct Tile {
 
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Barrier = cutlass::arch::ClusterBarrier;
-  // Warps hold 16 channels: x 32 pooled columns, or x 2 rows x 64 columns. Pitches are free of bank conflicts for what the
-  // accumulators' layout writes: a float a lane (pooled) or two. channels_last: 16 channels of a pixel, in whole 16 bytes.
+  // Warps stage 16 channels: x 32 pooled columns, as fp32, or x 2 rows x 64 columns. Pitches are free of bank conflicts for what
+  // the accumulators' layout writes. channels_last: 16 channels of a pixel, in whole 16 bytes.
   static constexpr int kPixels = Pool::kWindow ? 32 : 128;  // of a warp's tile
-  static constexpr int kStagingRow = 68, kStagingPitch = Pool::kWindow ? 36 : 2 * kStagingRow, kStagingPixel = 24;
-  static constexpr int kStagingBytes = kChannelsLast ? kPixels * kStagingPixel * 2 : 16 * kStagingPitch * 4;
+  static constexpr int kStagingRow = 64 + 16 / int(sizeof(Element)), kStagingPitch = 36, kStagingPixel = 24;
+  static constexpr int kRowsBytes = 32 * kStagingRow * int(sizeof(Element));
+  static constexpr int kStagingBytes = kChannelsLast ? kPixels * kStagingPixel * 2 : Pool::kWindow ? 16 * kStagingPitch * 4 : kRowsBytes;
 
   struct SharedStorage {
     alignas(1024) uint8_t ring[kSlots][2][kRowBytes];
     alignas(128) uint8_t raw[kRawStages][kRawBytes];
     alignas(16) uint8_t staging[kConsumerWarps][kStagingBytes];
     Full raw_full[kRawStages], slot_full[kSlots];
-    Barrier raw_empty[kRawStages], slot_empty[kSlots], turn[2];
+    Barrier raw_empty[kRawStages], slot_empty[kSlots];
     uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
     int32_t strays[kConverters];                    // small values that a converter let pass in a slot
     uint32_t converted[kConverters];                // slots that a converter is done with
+    struct {
+      Work work;
+      int column, image, row, left;
+      uint32_t n;
+    } loads;                                        // where the next load is
     uint32_t found[2][kConverters];                 // redo.hpp
+    struct {
+      uint32_t left, tiles, slots, turn;
+    } redo[kConverters];                            // redo.hpp
     int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the step's last}
     int32_t any_misfit;
     Work work;        // all of the CTA's
