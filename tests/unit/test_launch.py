@@ -261,11 +261,13 @@ def test_scalars_reach_the_kernel_by_their_bits(gpu):
 def test_a_fill_that_fails_is_done_again(gpu, monkeypatch):
     first, second = inputs(), inputs()
     gpu.run(*first)
+    kept = list(gpu.torch.made)  # another workspace for the second call, so that it encodes descriptors
     with monkeypatch.context() as broken:
         broken.setitem(gpu.driver.failures, "cuTensorMapEncodeTiled", 719)
         broken.setitem(gpu.driver.failures, "cuTensorMapEncodeIm2col", 719)
         with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"):
             gpu.run(*second)
+    del kept
     gpu.run(*first)
     assert ConvertParams.from_buffer_copy(family(gpu, "convert")[0].params).jobs[0].source == first[0].data_ptr()
 
