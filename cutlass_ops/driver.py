@@ -201,6 +201,13 @@ class Launch:
             raise CudaError(_explain(api(), "cuLaunchKernelEx", status))
 
 
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor on the current device."""
+    # What torch.compile's code calls: torch.empty without its dispatch, in 0.5 us instead of 1.1 to 1.5.
+    tensor: torch.Tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined]
+    return tensor
+
+
 def current_stream(device: int) -> int:
     """Handle of PyTorch's current stream on a device."""
     handle: int = torch._C._cuda_getCurrentRawStream(device)  # what torch.cuda.current_stream asks, at a thirtieth of the time

@@ -41,18 +41,18 @@ def gpu(monkeypatch, tmp_path):
         (tmp_path / "cubins" / cubin).write_bytes(data)
     (tmp_path / "manifest.json").write_text(Manifest(tuple(records), {}).dumps())
     fake = FakeDriver({r.name: r.params_size for r in records})
-    fake_torch = install(monkeypatch, fake)
+    memory = install(monkeypatch, fake)
     op = Operator(dataclasses.replace(chain, name=name), tmp_path)
 
     def run(x, weight, v, bias=None, scale=2.0, *, stride=1, padding=0, dilation=1, plan="two-kernel-f16-guarded", **pool):
         pairs = [[p, p] if isinstance(p, int) else list(p) for p in (stride, padding, dilation, *(pool.get("pool", (2, 2)),) * 2)]
         precision = "tf32" if x.dtype is torch.float32 else None
         fake.work.clear()
-        fake_torch.made.clear()
+        memory.made.clear()
         with use_plan(plan):
             return op._cuda(x, weight, v, bias, scale, *pairs, [0, 0], [1, 1], False, True, None, precision)
 
-    return SimpleNamespace(run=run, driver=fake, op=op, torch=fake_torch, name=name)
+    return SimpleNamespace(run=run, driver=fake, op=op, memory=memory, name=name)
 
 
 def inputs(n=2, c=5, h=9, w=10, k=6, r=3, s=2, dtype=torch.float32):
@@ -204,7 +204,7 @@ def test_nothing_in_the_workspace_overlaps(gpu, shape):
     given = inputs(**shape)
     (n, c, h, w), (k, _, r, s) = given[0].shape, given[1].shape
     gpu.run(*given, pool=(1, 1))
-    (workspace,) = (t for t in gpu.torch.made if t.dtype is torch.uint8)
+    (workspace,) = (t for t in gpu.memory.made if t.dtype is torch.uint8)
     base, channels, ld = workspace.data_ptr(), -(-c // 8) * 8, -(-k // 4) * 4
     flag = gpu.driver.work[0].address
     f16, tf32 = (ConvertParams.from_buffer_copy(launched.params) for launched in family(gpu, "convert"))
@@ -261,7 +261,7 @@ def test_scalars_reach_the_kernel_by_their_bits(gpu):
 def test_a_fill_that_fails_is_done_again(gpu, monkeypatch):
     first, second = inputs(), inputs()
     gpu.run(*first)
-    kept = list(gpu.torch.made)  # another workspace for the second call, so that it encodes descriptors
+    kept = list(gpu.memory.made)  # another workspace for the second call, so that it encodes descriptors
     with monkeypatch.context() as broken:
         broken.setitem(gpu.driver.failures, "cuTensorMapEncodeTiled", 719)
         broken.setitem(gpu.driver.failures, "cuTensorMapEncodeIm2col", 719)
