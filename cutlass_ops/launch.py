@@ -40,8 +40,8 @@ class PreparedCall:
         self.problem, self.plan = problem, plan
         self._vector_names, self._scalar_names = vector_names, scalar_names
         self._scalar_bytes = struct.Struct(f"{len(scalar_names)}d").pack
-        #: Whether the caller's tensors must be made presentable() first (set by who knows them).
-        self.copies = False
+        #: Whether the caller's x and weight must be made presentable() first, and vectors dense fp32 (set by who knows them).
+        self.copies = self.copies_vectors = False
         self._index = device
         self._output_shape = problem.output_shape
         _, k, h, w = problem.output_shape

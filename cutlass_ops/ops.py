@@ -242,7 +242,9 @@ class Operator:
             with in_precision(precision):
                 return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
         if call.copies:
-            x, weight, vectors = presentable(x), presentable(weight), [_as_vector(v) for v in vectors]
+            x, weight = presentable(x), presentable(weight)
+        if call.copies_vectors:
+            vectors = [_as_vector(v) for v in vectors]
         return call(x, weight, vectors, scalars)
 
     def _prepare(
@@ -259,7 +261,8 @@ class Operator:
         if not selection.plan.kernels:
             return None
         call = PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
-        call.copies = presentable(x) is not x or presentable(weight) is not weight or any(_as_vector(v) is not v for v in vectors)
+        call.copies = presentable(x) is not x or presentable(weight) is not weight
+        call.copies_vectors = any(_as_vector(v) is not v for v in vectors)
         return call
 
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
