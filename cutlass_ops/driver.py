@@ -18,6 +18,7 @@ import torch
 from .errors import CudaError
 
 Pair = tuple[int, int]
+DESCRIPTOR_BYTES = 128
 
 
 @functools.cache
