@@ -18,6 +18,7 @@ import torch
 from .errors import CudaError
 
 Pair = tuple[int, int]
+DESCRIPTOR_BYTES = 128
 
 
 @functools.cache
@@ -203,6 +204,15 @@ class Launch:
         status = self._call(self._config, self._function, self._pointers_address, 0)[0]
         if status != 0:
             raise CudaError(_explain(api(), "cuLaunchKernelEx", status))
+
+
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor on the current device."""
+    if torch.are_deterministic_algorithms_enabled():  # PyTorch may fill new memory then; our tests let it
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+    # What torch.compile's code calls: torch.empty without its dispatch, in 0.5 us instead of 1.1 to 1.5.
+    tensor: torch.Tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined]
+    return tensor
 
 
 def current_stream(device: int) -> int:

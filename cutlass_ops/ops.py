@@ -217,20 +217,20 @@ class Operator:
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
     ) -> Tensor:
         """Compute on a GPU. What depends on shapes, dtypes, strides and parameters alone is done once and kept."""
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
+        device, dtype = x.device, x.dtype
+        if x.is_cuda and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
                 return self._run(x, weight, vectors, scalars, parameters)
         forced = _thread.plan
         precision = parameters.precision
-        if precision is None and x.dtype is torch.float32:
+        if precision is None and dtype is torch.float32:
             precision = "tf32" if conv_allows_tf32() else "ieee"
-        given = tuple([t if t is None else (t.shape, t.dtype, t.device) for t in vectors])
         aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
-        key = (
-            *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
-            *(given, parameters, precision, aligned, forced),
-        )
-        calls = _thread.calls[self.spec.name]
+        key: tuple[Any, ...] = (x.shape, x.stride(), dtype, device, weight.shape, weight.stride(), weight.dtype, weight.device)
+        key += (parameters, precision, aligned, forced)
+        for v in vectors:
+            key += (None,) if v is None else (v.shape, v.dtype, v.device, v.is_contiguous())
+        calls = _thread.calls[self.__name__]
         try:
             call = calls[key]
         except KeyError:
@@ -243,7 +243,9 @@ class Operator:
                 return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
         if call.copies:
             x, weight = presentable(x), presentable(weight)
-        return call(x, weight, [_as_vector(v) for v in vectors], scalars)
+        if call.copies_vectors:
+            vectors = [_as_vector(v) for v in vectors]
+        return call(x, weight, vectors, scalars)
 
     def _prepare(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters, forced: Optional[str]
@@ -260,6 +262,7 @@ class Operator:
             return None
         call = PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
         call.copies = presentable(x) is not x or presentable(weight) is not weight
+        call.copies_vectors = any(_as_vector(v) is not v for v in vectors)
         return call
 
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:

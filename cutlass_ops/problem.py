@@ -226,13 +226,17 @@ def precision_of(x: Tensor, requested: Optional[str]) -> str:
     return requested
 
 
+#: Reads PyTorch's settings torch.backends.cudnn.conv, .cudnn and torch.backends .fp32_precision; through these the lookup takes
+#: 2.1 us instead of 0.2, in each call. None on releases before 2.9, which have no such settings.
+_setting: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def conv_allows_tf32() -> bool:
     """PyTorch's setting: torch.backends.cudnn.conv.fp32_precision, or cudnn.allow_tf32 on releases before 2.9."""
-    conv: Any = getattr(torch.backends.cudnn, "conv", None)
-    if conv is None or not hasattr(conv, "fp32_precision"):
+    if _setting is None:
         return bool(torch.backends.cudnn.allow_tf32)
-    for scope in (conv, torch.backends.cudnn, torch.backends):
-        setting = getattr(scope, "fp32_precision", "none")
+    for scope in (("cuda", "conv"), ("cuda", "all"), ("generic", "all")):
+        setting = _setting(*scope)
         if setting != "none":
             return bool(setting == "tf32")
     return False  # nobody allowed it

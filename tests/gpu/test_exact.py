@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cutlass_ops import conv2d
+from cutlass_ops import conv2d, driver
 
 from .cases import CONVOLUTION, Case, missing_values, pairwise
-from .helpers import DEVICE, DTYPES, GENERAL_PLANS, call, expandable, generator, integers, lay_out, name_of, poisoned, reference64, serving
+from .helpers import DTYPES, GENERAL_PLANS, call, expandable, generator, integers, lay_out, name_of, poisoned, reference64, serving
 
 #: One problem more, of some thousand tiles: every CTA walks through many.
 MANY_TILES = Case(
@@ -26,8 +26,8 @@ def test_every_listed_value_occurs():
 
 def test_fresh_memory_is_poisoned():
     with poisoned():
-        floats = [torch.empty(1000, dtype=d, device=DEVICE) for d in DTYPES] + [torch.zeros(1, device=DEVICE).new_empty(1000)]
-        words = torch.empty(1000, dtype=torch.uint8, device=DEVICE)
+        floats = [driver.empty((1000,), (1,), d) for d in DTYPES]  # as results and workspaces are made
+        words = driver.empty((1000,), (1,), torch.uint8)
     assert all(t.isnan().all() for t in floats)
     assert (words == 0xFF).all()
 

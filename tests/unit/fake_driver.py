@@ -130,31 +130,25 @@ class FakeDriver:
         return self._cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, pointers, extra)
 
 
-class FakeTorch:
-    """torch, but for what needs a GPU: device tensors are made on the CPU, and kept."""
+class FakeMemory:
+    """A device's memory: its tensors are made on the CPU, and kept."""
 
     def __init__(self) -> None:
         self.made: list[torch.Tensor] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def device(self, *_: Any) -> torch.device:
-        return torch.device("cpu")
-
-    def empty(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        self.made.append(torch.empty(*arguments, **keywords))
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.made.append(torch.empty_strided(shape, strides, dtype=dtype))
         return self.made[-1]
 
 
-def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeTorch:
+def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeMemory:
     """Let the package take CPU tensors for tensors of an H200 with this driver."""
-    fake_torch = FakeTorch()
+    memory = FakeMemory()
     patch.setenv("CUTLASS_OPS_ALLOW_UNVERIFIED", "1")
     patch.setattr(driver, "api", lambda: fake)
     patch.setattr(driver, "current_stream", lambda device: STREAM)
-    patch.setattr(launch, "torch", fake_torch)
+    patch.setattr(driver, "empty", memory.empty)
     patch.setattr(ops, "_thread", type(ops._thread)())  # no call that was prepared with another driver
     for module in (launch, loader, ops):
         patch.setattr(module, "device_facts", lambda device: H200)
-    return fake_torch
+    return memory
