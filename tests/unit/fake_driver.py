@@ -147,6 +147,17 @@ class FakeTorch:
         return self.made[-1]
 
 
+def install_whole(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeTorch:
+    """As `install`, and calls of an operator take the GPU's path by themselves."""
+
+    def is_plain(*tensors: Any) -> bool:
+        x, weight, vectors = tensors
+        return all(type(t) is torch.Tensor for t in (x, weight, *(v for v in vectors if v is not None)))
+
+    patch.setattr(ops, "is_plain", is_plain)
+    return install(patch, fake)
+
+
 def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeTorch:
     """Let the package take CPU tensors for tensors of an H200 with this driver."""
     fake_torch = FakeTorch()
