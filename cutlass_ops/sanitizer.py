@@ -36,6 +36,9 @@ __all__ = ["SUITES", "TOOLS", "Findings", "find_sanitizer", "launch_suite", "par
 #: Tool -> suite that it watches. What initcheck reports falsely (see EXCLUSIONS), it reports for each thread: a tiny suite.
 TOOLS = {"memcheck": "small", "racecheck": "small", "synccheck": "small", "initcheck": "tiny"}
 
+#: Further options of a tool. Memory between allocations: what runs over the end of one must not land in the next.
+_OPTIONS = {"memcheck": ("--padding", "512")}
+
 
 # ---- reports -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +133,8 @@ def run(sanitizer: str, tool: str, child: Sequence[str], out: Path, timeout: flo
     """Run a tool over a child program, write OUT/TOOL.log and OUT/TOOL.child.log, print what it found; returns whether all is well."""
     log, output = out / f"{tool}.log", out / f"{tool}.child.log"
     log.unlink(missing_ok=True)
-    options = ["--tool", tool, "--report-api-errors", "no", "--print-limit", "10000000", "--show-backtrace", "no", "--log-file", str(log)]
+    options = ["--tool", tool, "--report-api-errors", "no", "--print-limit", "0", "--show-backtrace", "no"]
+    options += [*_OPTIONS.get(tool, ()), "--log-file", str(log)]
     # Without PyTorch's caching every tensor is an allocation of its own, beyond which memcheck sees.
     variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.monotonic()
