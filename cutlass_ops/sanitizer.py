@@ -10,13 +10,14 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import IO, Any, Optional, Union
 from unittest import mock
 
 import torch
@@ -129,6 +130,19 @@ def find_sanitizer(given: Optional[Path] = None) -> Optional[str]:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(map(str, places)))
 
 
+def _exit_code(command: Sequence[str], output: IO[str], variables: dict[str, str], timeout: float) -> Union[int, str]:
+    """A program's exit code; past its time it is ended with all that it started."""
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"none within {timeout:.0f} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def run(sanitizer: str, tool: str, child: Sequence[str], out: Path, timeout: float) -> bool:
     """Run a tool over a child program, write OUT/TOOL.log and OUT/TOOL.child.log, print what it found; returns whether all is well."""
     log, output = out / f"{tool}.log", out / f"{tool}.child.log"
@@ -139,12 +153,7 @@ def run(sanitizer: str, tool: str, child: Sequence[str], out: Path, timeout: flo
     variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.monotonic()
     with output.open("w", encoding="utf-8") as file:
-        try:
-            code: Any = subprocess.run(
-                [sanitizer, *options, *child], stdout=file, stderr=subprocess.STDOUT, env=variables, timeout=timeout, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"none within {timeout:.0f} s"
+        code = _exit_code([sanitizer, *options, *child], file, variables, timeout)
     found = parse(tool, log.read_text(encoding="utf-8", errors="replace") if log.exists() else "")
     passed = found.complete and code == 0 and found.errors == 0
     verdict, took = "" if passed else "  FAILED", time.monotonic() - start

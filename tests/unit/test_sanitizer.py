@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -148,9 +149,13 @@ def test_errors_failures_and_missing_summaries_fail(tool, tmp_path, capsys, text
     assert shown in out
 
 
-def test_a_program_that_does_not_end_fails(tool, tmp_path, capsys):
-    assert not run(tool(log(errors=0)), "memcheck", child("import time; time.sleep(5)"), tmp_path, 1)
+def test_a_program_that_does_not_end_fails_and_is_ended(tool, tmp_path, capsys):
+    lives = tmp_path / "lives"
+    code = f"import pathlib, time; time.sleep(3); pathlib.Path({str(lives)!r}).touch()"
+    assert not run(tool(log(errors=0)), "memcheck", child(code), tmp_path, 1)
     assert "none within 1 s" in capsys.readouterr().out
+    time.sleep(3)
+    assert not lives.exists()
 
 
 def test_the_tool_is_found_where_cuda_has_it(tool, tmp_path, monkeypatch):
