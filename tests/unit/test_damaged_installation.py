@@ -24,15 +24,18 @@ from cutlass_ops import (
     Operator,
     UnsupportedDeviceError,
     Vector,
+    accuracy,
     driver,
     loader,
     operator,
     ops,
+    use_plan,
 )
 
-from .fake_driver import FakeDriver, install_whole
+from .fake_driver import H200, FakeDriver, Launched, install_whole
 from .records import write_folder
 
+PLAN = "two-kernel-tf32"
 _serial = itertools.count()
 X, WEIGHT, BIAS = torch.randn(2, 3, 9, 8), torch.randn(4, 3, 3, 2), torch.randn(4)
 
@@ -48,12 +51,15 @@ class Installation(SimpleNamespace):
     def run(self, op):
         """A call by the GPU's path; returns the names of the kernels that were launched."""
         self.driver.work.clear()
-        y = op(X, WEIGHT, BIAS, precision="tf32")
+        with use_plan(PLAN):
+            y = op(X, WEIGHT, BIAS, precision="tf32")
         assert y.shape == (2, 4, 3, 3)
-        return [w.kernel for w in self.driver.work]
+        return [w.kernel for w in self.driver.work if isinstance(w, Launched)]
 
     def works(self, op):
-        return self.run(op) == ["convert_f32_tf32", f"{op.spec.name}_tf32", "pool_avg_f32"]
+        launched = self.run(op)
+        (plan,) = (p for p in accuracy.serving(op, X, WEIGHT, BIAS, precision="tf32", device=H200) if p.name == PLAN)
+        return launched == list(plan.kernels)
 
     def forget(self):
         """What a new process has forgotten."""
@@ -64,7 +70,7 @@ class Installation(SimpleNamespace):
         """A call of `hurt` raises, twice the same, launches nothing and loads nothing but verified cubins; other calls work."""
         for _ in range(2):
             self.driver.work.clear()
-            with pytest.raises(CutlassOpsError, match=message) as caught:
+            with use_plan(PLAN), pytest.raises(CutlassOpsError, match=message) as caught:
                 self.hurt(X, WEIGHT, BIAS, precision="tf32")
             assert caught.type is error
             assert self.driver.work == []
