@@ -114,7 +114,10 @@ class Arguments:
             override = values.get("divisor_override")
             if override is not None and (isinstance(override, bool) or not isinstance(override, int)):
                 raise TypeError(f"expected divisor_override to be an int or None, got {override!r}")
-            flags = bool(values["ceil_mode"]), bool(values.get("count_include_pad", True))
+            flags = values["ceil_mode"], values.get("count_include_pad", True)
+            for name, flag in zip(("ceil_mode", "count_include_pad"), flags):
+                if not isinstance(flag, (bool, torch.SymBool)):
+                    raise TypeError(f"expected {name} to be True or False, got {flag!r}")
             pool = PoolArguments(self._pool.kind, kernel, pool_stride, pool_padding, pool_dilation, *flags, override)
         precision = values["precision"]
         if precision is not None and not isinstance(precision, str):

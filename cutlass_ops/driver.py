@@ -15,40 +15,64 @@ from typing import Any, Union
 
 import torch
 
-from .errors import CudaError
+from .errors import CudaError, InstallationError
 
 Pair = tuple[int, int]
 DESCRIPTOR_BYTES = 128
 
 
+#: What the shipped cubins need, as cuDriverGetVersion counts: they are compiled with CUDA 13.0.
+_DRIVER_VERSION = 13000
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
+
+#: Driver error -> what to do about it.
+_REMEDIES = {
+    "CUDA_ERROR_NO_DEVICE": "the driver sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_INVALID_DEVICE": "the driver has no GPU of this number; look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process holds the GPU (exclusive mode); wait for it or take another GPU",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free memory of the GPU (torch.cuda.empty_cache(), other processes) and call again",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda and the kernel module differ; install one driver, then restart",
+}
+_REFUSED_IMAGES = frozenset(f"CUDA_ERROR_{e}" for e in ("UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_SOURCE"))
+
+
 @functools.cache
 def api() -> ModuleType:
-    """cuda.bindings.driver. Raises CudaError where the driver library cannot be loaded."""
-    from cuda.bindings import driver as module
+    """cuda.bindings.driver. Raises InstallationError without that package, CudaError without a driver new enough for the cubins."""
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise InstallationError(
+            f"expected the package cuda-bindings, could not import it ({error}); pip install 'cuda-bindings>=13.0,<14'"
+        ) from error
 
     driver: ModuleType = module
     try:
-        (status,) = driver.cuInit(0)
+        status = driver.cuInit(0)[0]
     except Exception as error:  # cuda.bindings raises its own kinds, which differ between its releases
         raise CudaError(f"expected the NVIDIA driver library libcuda, could not load it ({error}); install the driver") from error
-    if status != driver.CUresult.CUDA_SUCCESS:
+    if status != 0:
         raise CudaError(_explain(driver, "cuInit", status))
+    _, version = driver.cuDriverGetVersion()
+    if version < _DRIVER_VERSION:  # now, since an older one lacks calls that are made before a cubin is loaded
+        raise CudaError(f"expected {_versions(version)}; install a newer driver")
     return driver
+
+
+def _versions(found: int) -> str:
+    """The driver that the cubins need and the one found."""
+    needed = f"{_DRIVER_VERSION // 1000}.{_DRIVER_VERSION % 1000 // 10}"
+    return f"a driver for CUDA {needed} (580) or newer, as the cubins need, got one for CUDA {found // 1000}.{found % 1000 // 10}"
 
 
 def _explain(driver: ModuleType, call: str, status: Any) -> str:
     _, name = driver.cuGetErrorName(status)
     _, text = driver.cuGetErrorString(status)
     named = name.decode() if name else str(status)
-    hint = ""
-    if named in (
-        "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
-        "CUDA_ERROR_NO_BINARY_FOR_GPU",
-        "CUDA_ERROR_INVALID_IMAGE",
-        "CUDA_ERROR_INVALID_SOURCE",
-    ):
+    hint = f"; {_REMEDIES[named]}" if named in _REMEDIES else ""
+    if named in _REFUSED_IMAGES:
         _, version = driver.cuDriverGetVersion()
-        hint = f"; the cubins need a driver for CUDA 13.0 (580) or newer, this one is for CUDA {version // 1000}.{version % 1000 // 10}"
+        hint = f"; expected {_versions(version)}, and a GPU that the cubin is for (sm_90a); reinstall the wheel if both are right"
     return f"{call} failed: {named} ({text.decode() if text else 'no description'}){hint}"
 
 
@@ -74,8 +98,11 @@ def load_library(image: bytes) -> Any:
 
 
 def get_kernel(library: Any, symbol: str) -> Any:
-    """An entry point of a library (CUkernel)."""
-    return check(f"cuLibraryGetKernel({symbol})", api().cuLibraryGetKernel(library, symbol.encode()))
+    """An entry point of a library (CUkernel). Raises InstallationError where the cubin has none of this name."""
+    result = api().cuLibraryGetKernel(library, symbol.encode())
+    if result[0] == _NOT_FOUND:
+        raise InstallationError(f"expected the entry point {symbol} in its cubin, found none; reinstall the wheel")
+    return check(f"cuLibraryGetKernel({symbol})", result)
 
 
 def parameter_size(kernel: Any) -> int:

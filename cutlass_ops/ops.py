@@ -28,6 +28,7 @@ from .problem import (
     check_tensors,
     conv_allows_tf32,
     conv_size,
+    is_dense,
     pool_size,
     precision_of,
     result_channels_last,
@@ -126,8 +127,12 @@ class Operator:
                 return self._transformed(x, weight, vectors, scalars, parameters)
             # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
             if is_plain(x, weight, vectors):
-                return self._run(x, weight, vectors, scalars, parameters)
-        if any(v is not None and not isinstance(v, Tensor) for v in vectors):
+                try:
+                    return self._run(x, weight, vectors, scalars, parameters)
+                except RuntimeError:  # of PyTorch, where a tensor has no strides: asked only now, for the sake of other calls' time
+                    check_tensors(self.spec, x, weight, vectors)
+                    raise
+        if not all(t is None or (isinstance(t, Tensor) and is_dense(t)) for t in (x, weight, *vectors)):
             check_tensors(self.spec, x, weight, vectors)
         result: Tensor = self._op(x, weight, *vectors, *scalars, *parameters.flat(self.spec.pool is not None))
         return result

@@ -149,11 +149,17 @@ def check_parameters(stride: Pair, padding: Pair, dilation: Pair, pool: Optional
         raise ValueError(f"expected a divisor_override of at most {_MAX_PARAMETER}, got {override}")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has strides: it is not sparse, nested, quantized or in an opaque layout."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
 def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]]) -> None:
     """Raise TypeError or ValueError where the tensors do not fit each other."""
     for name, value in (("x", x), ("weight", weight)):
         if not isinstance(value, Tensor):
             raise TypeError(f"expected {name} to be a tensor, got {type(value).__name__}")
+        _check_dense(name, value)
         if value.dim() != 4:
             raise ValueError(f"expected {name} with 4 dimensions, got {value.dim()} (shape {tuple(value.shape)})")
     if x.dtype not in DTYPES:
@@ -166,6 +172,7 @@ def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optio
             continue
         if not isinstance(vector, Tensor):
             raise TypeError(f"expected {argument.name} to be a tensor, got {type(vector).__name__}")
+        _check_dense(argument.name, vector)
         if vector.numel() != weight.shape[0] or vector.dim() < 1 or weight.shape[0] not in vector.shape:
             raise ValueError(
                 f"expected {argument.name} with {weight.shape[0]} elements, one an output channel, got shape {tuple(vector.shape)}"
@@ -179,6 +186,12 @@ def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optio
     if weight.shape[1] != x.shape[1]:
         hint = "; groups other than 1 are not supported" if weight.shape[1] and x.shape[1] % weight.shape[1] == 0 else ""
         raise ValueError(f"expected weight for x's {x.shape[1]} channels, got weight of shape {tuple(weight.shape)}{hint}")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if not is_dense(tensor):
+        kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
+        raise TypeError(f"expected {name} to be a dense (strided) tensor, got {kind} one; convert it first")
 
 
 def check_sizes(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, pool: Optional[PoolArguments]) -> None:

@@ -17,6 +17,17 @@ H200 = DeviceFacts("H200", (9, 0), 132)
 STREAM = 77
 
 
+ERRORS = {
+    2: ("OUT_OF_MEMORY", "out of memory"),
+    46: ("DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"),
+    100: ("NO_DEVICE", "no CUDA-capable device is detected"),
+    200: ("INVALID_IMAGE", "device kernel image is invalid"),
+    209: ("NO_BINARY_FOR_GPU", "no kernel image is available"),
+    500: ("NOT_FOUND", "named symbol not found"),
+    719: ("LAUNCH_FAILED", "unspecified launch failure"),
+}
+
+
 class _Names:
     """An enumeration whose members are their own names."""
 
@@ -48,6 +59,7 @@ class FakeDriver:
     """`params_sizes`: size of the parameter by kernel name; `failures`: call -> status that it returns from now on."""
 
     cuuint64_t = cuuint32_t = int
+    version = 13000
 
     def __init__(self, params_sizes: dict[str, int]) -> None:
         self.params_sizes = params_sizes
@@ -72,13 +84,16 @@ class FakeDriver:
         return (0, *getattr(self, f"_{name}", lambda *_: (f"handle of {name}",))(*arguments))
 
     def _cuGetErrorName(self, status: int) -> tuple[bytes]:  # noqa: N802 (the driver's names)
-        return ({209: b"CUDA_ERROR_NO_BINARY_FOR_GPU", 719: b"CUDA_ERROR_LAUNCH_FAILED"}[status],)
+        return (f"CUDA_ERROR_{ERRORS[status][0]}".encode(),)
 
     def _cuGetErrorString(self, status: int) -> tuple[bytes]:  # noqa: N802
-        return ({209: b"no kernel image is available", 719: b"unspecified launch failure"}[status],)
+        return (ERRORS[status][1].encode(),)
+
+    def _cuInit(self, flags: int) -> tuple[()]:  # noqa: N802
+        return ()
 
     def _cuDriverGetVersion(self) -> tuple[int]:  # noqa: N802
-        return (12080,)
+        return (self.version,)
 
     def _cuLibraryLoadData(self, image: bytes, *_: Any) -> tuple[str]:  # noqa: N802
         self.loaded.append(hashlib.sha256(image).hexdigest())
@@ -139,6 +154,17 @@ class FakeMemory:
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self.made.append(torch.empty_strided(shape, strides, dtype=dtype))
         return self.made[-1]
+
+
+def install_whole(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeMemory:
+    """As `install`, and calls of an operator take the GPU's path by themselves."""
+
+    def is_plain(*tensors: Any) -> bool:
+        x, weight, vectors = tensors
+        return all(type(t) is torch.Tensor for t in (x, weight, *(v for v in vectors if v is not None)))
+
+    patch.setattr(ops, "is_plain", is_plain)
+    return install(patch, fake)
 
 
 def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeMemory:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import json
+from pathlib import Path
 
 from cutlass_ops.launch import ConvertParams, PoolParams
-from cutlass_ops.manifest import KernelRecord
+from cutlass_ops.manifest import KernelRecord, Manifest
 from cutlass_ops.problem import PoolArguments, Problem
 
 FIELDS = {"activation": 0, "filter": 128, "output": 256, "guard": 384, "guard_value": 392}
@@ -68,6 +70,18 @@ def all_records(operator: str) -> tuple[KernelRecord, ...]:
             for t in ("f32", "f16", "bf16")
         ),
     )
+
+
+def write_folder(folder: Path, operator: str) -> tuple[KernelRecord, ...]:
+    """A folder of kernels for an operator, as the loader reads it; cubins are their own names. All are verified."""
+    images = {r.cubin: r.cubin.encode() for r in all_records(operator)}
+    records = tuple(dataclasses.replace(r, sha256=hashlib.sha256(images[r.cubin]).hexdigest()) for r in all_records(operator))
+    (folder / "cubins").mkdir(parents=True)
+    for cubin, data in images.items():
+        (folder / "cubins" / cubin).write_bytes(data)
+    (folder / "manifest.json").write_text(Manifest(records, {}).dumps())
+    (folder / "gpu_checks.json").write_text(json.dumps({"cubins": {r.sha256: {"passed": True} for r in records}}))
+    return records
 
 
 LARGE = Problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import math
 import struct
@@ -20,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops import AvgPool2d, Operator, Vector, operator, ops, use_plan
 from cutlass_ops.launch import ConvertParams, PoolParams, flat_strides
-from cutlass_ops.manifest import Manifest
 
 from .fake_driver import STREAM, Cleared, FakeDriver, install
-from .records import FIELDS, all_records
+from .records import FIELDS, all_records, write_folder
 
 NUMBERS = [name for name in FIELDS if name not in ("activation", "filter", "output", "guard", "guard_value")]
 _serial = itertools.count()
@@ -38,13 +36,7 @@ def chain(accum, v: Vector, bias: Vector = None, scale: float = 2.0):
 def gpu(monkeypatch, tmp_path):
     """An operator `chain` with kernels, on a GPU that only records; `gpu.run(...)` calls its CUDA implementation."""
     name = f"unit_launch_{next(_serial)}"
-    images = {r.cubin: r.cubin.encode() for r in all_records(name)}
-    records = [dataclasses.replace(r, sha256=hashlib.sha256(images[r.cubin]).hexdigest()) for r in all_records(name)]
-    (tmp_path / "cubins").mkdir()
-    for cubin, data in images.items():
-        (tmp_path / "cubins" / cubin).write_bytes(data)
-    (tmp_path / "manifest.json").write_text(Manifest(tuple(records), {}).dumps())
-    fake = FakeDriver({r.name: r.params_size for r in records})
+    fake = FakeDriver({r.name: r.params_size for r in write_folder(tmp_path, name)})
     memory = install(monkeypatch, fake)
     op = Operator(dataclasses.replace(chain, name=name), tmp_path)
 

@@ -126,9 +126,9 @@ def test_a_driver_error_names_call_error_and_description(fake, folder, call):
 
 
 def test_a_cubin_that_the_driver_is_too_old_for_says_so(fake, folder):
-    fake.failures["cuLibraryLoadData"] = 209
+    fake.failures["cuLibraryLoadData"], fake.version = 209, 12080
     with pytest.raises(
-        CudaError, match=r"NO_BINARY_FOR_GPU .*; the cubins need a driver for CUDA 13.0 \(580\) .*, this one is for CUDA 12.8"
+        CudaError, match=r"NO_BINARY_FOR_GPU .*; expected a driver for CUDA 13.0 \(580\) .*, got one for CUDA 12.8, and a GPU .*; reinstall"
     ):
         KernelSet(folder).get("op_f16", 0)
 
