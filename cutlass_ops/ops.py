@@ -337,7 +337,13 @@ def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def _in_format(y: Tensor, channels_last: bool) -> Tensor:
-    return y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    """A result in a memory format, with exactly its strides, also where a size of 1 leaves the choice."""
+    y = y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    _, k, p, q = y.shape
+    strides = (k * p * q, 1, q * k, k) if channels_last else (k * p * q, p * q, q, 1)
+    if y.stride() == strides:
+        return y
+    return torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
 
 
 def explain(operator: Callable[..., Tensor], *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:

@@ -206,12 +206,26 @@ def team_size(problem: Problem, tile: Sequence[int]) -> int:
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a tensor is channels_last and not contiguous as well (where both hold, PyTorch takes contiguous)."""
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    """What PyTorch's Tensor::suggest_memory_format says: whether the strides are ordered as channels_last has them.
+
+    The tensor need not be dense. Where sizes of 1 make both formats hold, the strides decide; an empty tensor is contiguous.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    if strides[1] == 0:
+        return False
+    least = 0
+    for d in (1, 3, 2, 0):
+        if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * sizes[d]
+    return True
 
 
 def result_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Memory format of the result, by PyTorch's convention for conv2d."""
+    """Memory format of the result, by PyTorch's convention for conv2d: channels_last if an input is, but for an empty batch
+    (which no convolution sees) and for float64 on CUDA (which cuDNN computes as NCHW)."""
+    if x.shape[0] == 0 or (x.dtype is torch.float64 and x.device.type == "cuda"):
+        return False
     return is_channels_last(x) or is_channels_last(weight)
 
 
