@@ -1,4 +1,4 @@
-"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU, fake, autograd) and the functional API."""
+"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU, fake; the rest in dispatch.py) and the functional API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import reference
+from . import dispatch, reference
 from .arguments import Arguments
 from .launch import PreparedCall, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
@@ -150,9 +150,8 @@ class Operator:
         _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.spec.name, self._cuda, "CUDA")
         _LIBRARY.impl(self.spec.name, self._cpu, "CPU")
-        qualified = f"cutlass_ops::{self.spec.name}"
-        torch.library.register_fake(qualified, self._fake, lib=_LIBRARY)
-        torch.library.register_autograd(qualified, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
+        torch.library.register_fake(f"cutlass_ops::{self.spec.name}", self._fake, lib=_LIBRARY)
+        dispatch.register(_LIBRARY, self)
 
     def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:
         """Vectors, scalars and parameters from the schema's arguments after x and weight."""
@@ -286,31 +285,6 @@ class Operator:
     def _select(self, problem: Problem, device: DeviceFacts, forced: Optional[str]) -> Selection:
         kernels = kernel_set(self.kernels)
         return select(problem, device, kernels.records.values(), kernels.verified, allow_unverified=allow_unverified(), force=forced)
-
-    # ---- autograd ------------------------------------------------------------------------------------------------
-
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, *rest = inputs
-        v = len(self._vectors)
-        ctx.save_for_backward(x, weight, *rest[:v])
-        ctx.rest = rest[v:]
-
-    def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        """Gradients by PyTorch's own operators: the reference is computed again and differentiated."""
-        create_graph = torch.is_grad_enabled()  # the gradients are to be differentiated again
-        with torch.enable_grad(), in_precision(ctx.rest[-1]):
-
-            def own(t: Optional[Tensor], need: bool) -> Optional[Tensor]:
-                if t is None:
-                    return None
-                return t.view_as(t) if create_graph and need else t.detach().requires_grad_(need)
-
-            tensors: list[Any] = [own(t, need) for t, need in zip(ctx.saved_tensors, ctx.needs_input_grad)]
-            y = self._reference(tensors[0], tensors[1], *self._split([*tensors[2:], *ctx.rest]))
-            wanted = [t for t in tensors if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=create_graph))
-        gradients = [next(found) if t is not None and t.requires_grad else None for t in tensors]
-        return (*gradients, *(None for _ in ctx.rest))
 
     # ---- explanation ---------------------------------------------------------------------------------------------
 

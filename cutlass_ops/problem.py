@@ -222,8 +222,10 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def result_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Memory format of the result, by PyTorch's convention for conv2d: channels_last if an input is, but for an empty batch
-    (which no convolution sees) and for float64 on CUDA (which cuDNN computes as NCHW)."""
+    """Memory format of the result, by PyTorch's convention for conv2d: channels_last if an input is.
+
+    But for an empty batch, which no convolution sees, and float64 on CUDA, which cuDNN computes as NCHW.
+    """
     if x.shape[0] == 0 or (x.dtype is torch.float64 and x.device.type == "cuda"):
         return False
     return is_channels_last(x) or is_channels_last(weight)

@@ -65,35 +65,115 @@ def test_second_gradients_are_those_of_finite_differences(op):
     assert torch.autograd.gradgradcheck(lambda *t: op(*t, padding=1), tensors(op, gradients=True, n=1, size=3))
 
 
+WAYS = ["function", "torch.ops", "compiled function", "compiled torch.ops"]
+
+
+def through(way, op):
+    """A function of tensors: the operator, called in one of four ways."""
+
+    def registered(*given):
+        return getattr(torch.ops.cutlass_ops, op.spec.name)(*given, *flat(op))
+
+    f = registered if way.endswith("torch.ops") else (lambda *given: op(*given, padding=1))
+    return torch.compile(f, fullgraph=True, backend="aot_eager") if way.startswith("compiled") else f
+
+
+@pytest.mark.parametrize("way", WAYS)
 @each_operator
-def test_transforms_and_forward_derivatives_are_those_of_pytorch(op):
+def test_transforms_and_forward_derivatives_are_those_of_pytorch(op, way, fresh_dynamo):
     x, *others = tensors(op, n=2, size=5)
     tangent = torch.randn_like(x)
 
     def f(t):
-        return op(t, *others)
+        return op(t, *others, padding=1)
+
+    def run(transform, *given):
+        """A transform of the operator, all of it compiled where the way says so."""
+        operator = through(way.removeprefix("compiled "), op)
+        whole = transform(lambda t: operator(t, *others))
+        return (torch.compile(whole, fullgraph=True, backend="aot_eager") if way.startswith("compiled") else whole)(*given)
 
     reverse = torch.func.vjp(f, x)[1]
-    primal, forward = torch.func.jvp(f, (x,), (tangent,))
+    primal, forward = run(lambda g: lambda a, b: torch.func.jvp(g, (a,), (b,)), x, tangent)
     torch.testing.assert_close(primal, f(x))
     torch.testing.assert_close((forward * primal).sum(), (reverse(primal)[0] * tangent).sum())
+    torch.testing.assert_close(run(lambda g: torch.func.grad(lambda t: g(t).sum()), x), reverse(torch.ones_like(primal))[0])
+    torch.testing.assert_close(run(torch.func.vmap, torch.stack([x, -x])), torch.stack([f(x), f(-x)]))
+    per_sample = run(lambda g: torch.func.vmap(torch.func.grad(lambda t: g(t).square().sum())), torch.stack([x, -x]))
+    torch.testing.assert_close(per_sample[1], torch.func.vjp(f, -x)[1](2 * f(-x))[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@each_operator
+def test_forward_mode_keeps_its_tangent(op, way, fresh_dynamo):
+    x, *others = tensors(op, n=2, size=5)
+    tangent, f = torch.randn_like(x), through(way, op)
+    expected = torch.func.jvp(lambda t: op(t, *others, padding=1), (x,), (tangent,))[1]
     with forward_ad.dual_level():
-        torch.testing.assert_close(forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))).tangent, forward)
-    torch.testing.assert_close(torch.func.vmap(f)(torch.stack([x, -x])), torch.stack([f(x), f(-x)]))
+        found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent), *others)).tangent
+        torch.testing.assert_close(found, expected)
+
+
+@each_operator
+def test_transforms_refuse_a_plan_of_kernels(op):
+    x, *others = tensors(op)
     with use_plan("two-kernel-tf32"), pytest.raises(cutlass_ops.NoPlanError, match=r"expected plan 'two-kernel-tf32', but forward-mode"):
-        torch.func.vmap(f)(x[None])
+        torch.func.vmap(lambda t: op(t, *others))(x[None])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_operator
+def test_autocast_casts_as_for_conv2d_also_for_gradients(op, way, dtype, fresh_dynamo):
+    given = [t.detach().float().requires_grad_() for t in tensors(op)]
+    with torch.autocast("cpu", dtype):
+        y = through(way, op)(*given)
+    assert y.dtype == dtype
+    lowered = [t.detach().to(dtype).requires_grad_() for t in given]
+    expected = op(*lowered, padding=1)
+    torch.testing.assert_close(y, expected)
+    y.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    for t, low in zip(given, lowered):
+        assert t.grad.dtype == torch.float32
+        torch.testing.assert_close(t.grad, low.grad.float())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_leaves_float64_alone_and_mixed_tensors_meet(way, fresh_dynamo):
+    op = cutlass_ops.conv2d
+    x, weight, bias = tensors(op)
+    f = through(way, op)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert f(x, weight, bias).dtype == torch.float64
+        assert f(x.bfloat16(), weight.float(), bias.half()).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert f(x.float(), weight.float(), bias.float()).dtype == torch.float32
 
 
 @each_operator
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_casts_as_for_conv2d_unless_a_precision_is_given(op, compiled, fresh_dynamo):
+def test_autocast_keeps_the_dtype_of_a_call_with_a_precision(op, compiled, fresh_dynamo):
     given = [t.float() for t in tensors(op)]
     f = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+    registered = getattr(torch.ops.cutlass_ops, op.spec.name)
     with torch.autocast("cpu", torch.bfloat16):
-        lowered, kept = f(*given), f(*given, precision="ieee")
-    assert (lowered.dtype, kept.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(lowered, op(*(t.bfloat16() for t in given)))
+        kept, direct = f(*given, precision="ieee"), registered(*given, *flat(op)[:-1], "ieee")
+    assert (kept.dtype, direct.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(kept, op(*given))
+    torch.testing.assert_close(direct, op(*given, padding=1))
+
+
+@operator()
+def unit_conv2d_unused_vector(accum, v: Vector, bias: Vector = None):
+    return accum + bias
+
+
+def test_a_vector_that_the_chain_ignores_has_no_gradient():
+    x, weight, v, bias = (t.requires_grad_() for t in (*tensors(cutlass_ops.conv2d), torch.zeros(4, dtype=torch.float64)))
+    Operator(unit_conv2d_unused_vector)(x, weight, v, bias).sum().backward()
+    assert v.grad is None
+    assert all(t.grad is not None for t in (x, weight, bias))
 
 
 def test_only_wanted_gradients_are_computed():
