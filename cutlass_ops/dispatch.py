@@ -1,10 +1,11 @@
-"""An operator's kernels for what PyTorch does before a device is asked: transforms, autocast, autograd.
+"""An operator's kernels for what PyTorch does before a device is asked: fake tensors, transforms, autocast, autograd.
 
 With them torch.ops.cutlass_ops.<name> behaves as the functional API does, in eager mode and inside torch.compile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
+from . import sharding
 from .torch_state import autocast, in_precision
 
 if TYPE_CHECKING:
@@ -23,10 +25,17 @@ __all__ = ["register"]
 def register(library: Any, operator: Operator) -> None:
     """Register the kernels of an operator that the library has defined."""
     name = operator.spec.name
+    torch.library.register_fake(f"cutlass_ops::{name}", lambda *inputs: _fake(operator, inputs), lib=library)
     library.impl(name, lambda *inputs: _transformed(operator, inputs), "FuncTorchDynamicLayerFrontMode")
     for key in (DispatchKey.AutocastCUDA, DispatchKey.AutocastCPU):
         library.impl(name, lambda *inputs, key=key: _autocast(operator, key, inputs), key.name)
     library.impl(name, lambda keyset, *inputs: _autograd(operator, keyset, inputs), "Autograd", with_keyset=True)
+
+
+def _fake(operator: Operator, inputs: tuple[Any, ...]) -> Tensor:
+    """Shape, strides and dtype of a result. DTensor asks for them before it asks how the operator may be sharded."""
+    sharding.offer(operator)
+    return operator._fake(*inputs)
 
 
 def _transformed(operator: Operator, inputs: tuple[Any, ...]) -> Tensor:
@@ -77,13 +86,18 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        wanted = ctx.needs_input_grad[2:]
-        gradients = _gradients(ctx.operator, ctx.saved_tensors, ctx.rest, wanted, gradient)
+        operator, saved, wanted = ctx.operator, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if not sharding.is_distributed(gradient):
+            gradients = _gradients(operator, saved, ctx.rest, wanted, gradient)
+        elif torch.is_grad_enabled():
+            raise NotImplementedError("expected one derivative of DTensors, got a second one; take it of local tensors (to_local)")
+        else:
+            gradients = sharding.gradients(lambda t, g: _gradients(operator, t, ctx.rest, wanted, g), saved, gradient)
         return (None, None, *gradients, *(None for _ in ctx.rest))
 
 
 def _gradients(
-    operator: Operator, saved: tuple[Optional[Tensor], ...], rest: tuple[Any, ...], wanted: tuple[bool, ...], gradient: Tensor
+    operator: Operator, saved: Sequence[Optional[Tensor]], rest: Sequence[Any], wanted: Sequence[bool], gradient: Tensor
 ) -> list[Optional[Tensor]]:
     """Gradients of the wanted ones among x, weight and vectors."""
     create_graph = torch.is_grad_enabled()  # the gradients are to be differentiated again

@@ -1,4 +1,4 @@
-"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU, fake; the rest in dispatch.py) and the functional API."""
+"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU; the rest in dispatch.py) and the functional API."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ class Operator:
         _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(self.spec.name, self._cuda, "CUDA")
         _LIBRARY.impl(self.spec.name, self._cpu, "CPU")
-        torch.library.register_fake(f"cutlass_ops::{self.spec.name}", self._fake, lib=_LIBRARY)
         dispatch.register(_LIBRARY, self)
 
     def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:

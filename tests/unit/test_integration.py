@@ -45,14 +45,42 @@ def flat(op, **changes):
     return [*scalars, [1, 1], [1, 1], [1, 1], *pool, None]
 
 
+#: Name -> the same values laid out in that way.
+LAYOUTS = {
+    "contiguous": lambda v: v,
+    "channels_last": lambda v: v.contiguous(memory_format=torch.channels_last),
+    "window": lambda v: torch.nn.functional.pad(v, (1, 2, 1, 1)).contiguous(memory_format=torch.channels_last)[:, :, 1:-1, 1:-2],
+    "transposed": lambda v: v.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
 @each_operator
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_opcheck(op, memory_format):
-    given = tensors(op, torch.float32, gradients=True)
-    given[0] = given[0].detach().contiguous(memory_format=memory_format).requires_grad_()
+@pytest.mark.parametrize(
+    ("dtype", "layouts"),
+    [
+        (torch.float32, ("contiguous", "contiguous")),
+        (torch.float32, ("channels_last", "contiguous")),
+        (torch.float32, ("window", "transposed")),
+        (torch.float64, ("contiguous", "channels_last")),
+        (torch.float16, ("channels_last", "channels_last")),
+        (torch.bfloat16, ("transposed", "window")),
+    ],
+)
+def test_opcheck(op, dtype, layouts):
+    given = tensors(op, dtype)
+    given[:2] = [LAYOUTS[layout](t) for layout, t in zip(layouts, given)]
+    given = [t.requires_grad_() for t in given]
     registered = getattr(torch.ops.cutlass_ops, op.spec.name).default
-    results = torch.library.opcheck(registered, (*given, *flat(op)))
+    results = torch.library.opcheck(registered, (*given, *flat(op)))  # also with dynamic shapes
     assert set(results.values()) == {"SUCCESS"}
+
+
+@each_operator
+@pytest.mark.parametrize("shapes", [((1, 1, 5, 5), (1, 1, 3, 3)), ((0, 3, 7, 8), (4, 3, 3, 2)), ((2, 1, 4, 4), (4, 1, 1, 1))])
+def test_opcheck_of_sizes_that_compilers_treat_apart(op, shapes):
+    given = [torch.randn(s) for s in (*shapes, *((shapes[1][0],) for _ in op.spec.vectors))]
+    registered = getattr(torch.ops.cutlass_ops, op.spec.name).default
+    assert set(torch.library.opcheck(registered, (*given, *flat(op))).values()) == {"SUCCESS"}
 
 
 @each_operator
