@@ -72,7 +72,8 @@ class KernelSet:
         key = (name, device)
         with self._lock:
             if key not in self._loaded:
-                self._loaded[key] = self._load(self.records[name], device)
+                with driver.loading():
+                    self._loaded[key] = self._load(self.records[name], device)
             return self._loaded[key]
 
     def _load(self, record: KernelRecord, device: int) -> LoadedKernel:

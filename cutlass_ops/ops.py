@@ -55,10 +55,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@functools.cache
+_kernel_sets = functools.cache(KernelSet)
+_kernel_sets_lock = threading.Lock()  # threads whose first calls meet must share one, or each would load the kernels
+
+
 def kernel_set(folder: Path) -> KernelSet:
     """The kernels of a folder, read once a process."""
-    return KernelSet(folder)
+    with _kernel_sets_lock:
+        return _kernel_sets(folder)
 
 
 @contextlib.contextmanager
