@@ -151,7 +151,9 @@ class Operator:
     def _register(self) -> None:
         if hasattr(torch.ops.cutlass_ops, self.spec.name):
             raise ValueError(f"expected a new operator name, got {self.spec.name!r}, which is registered already; rename the operator")
-        _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag,))
+        # The result's layout follows the inputs' strides, so Inductor must pass those that it traced.
+        strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+        _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag, strides))
         _LIBRARY.impl(self.spec.name, self._cuda, "CUDA")
         _LIBRARY.impl(self.spec.name, self._cpu, "CPU")
         dispatch.register(_LIBRARY, self)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import cutlass_ops
-from cutlass_ops import FusedConv2d, MaxPool2d, Operator, Vector, operator, use_plan
+from cutlass_ops import MaxPool2d, Operator, Vector, operator, use_plan
 from cutlass_ops.chain import relu
 
 
@@ -52,6 +48,13 @@ LAYOUTS = {
     "window": lambda v: torch.nn.functional.pad(v, (1, 2, 1, 1)).contiguous(memory_format=torch.channels_last)[:, :, 1:-1, 1:-2],
     "transposed": lambda v: v.transpose(2, 3).contiguous().transpose(2, 3),
 }
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @each_operator
@@ -238,132 +241,3 @@ def test_fake_results_are_like_real_ones(op, x_format, weight_format, n):
 def test_fake_tensors_are_checked_as_real_ones():
     with FakeTensorMode(), pytest.raises(ValueError, match="expected weight for x's 3 channels"):
         cutlass_ops.conv2d(torch.empty(1, 3, 8, 8), torch.empty(4, 5, 3, 3))
-
-
-# ---- compile and export ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@each_operator
-def test_compile_without_graph_breaks_gives_equal_values(op, fresh_dynamo):
-    compiled = torch.compile(lambda *t: op(*t, padding=1) + 1, fullgraph=True, backend="aot_eager")
-    given = tensors(op)
-    torch.testing.assert_close(compiled(*given), op(*given, padding=1) + 1)
-
-
-def test_compile_differentiates(fresh_dynamo):
-    op = cutlass_ops.conv2d_sub_tanh_sub_avgpool
-    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    ours, theirs = tensors(op, gradients=True), tensors(op, gradients=True)
-    compiled(*ours).sum().backward()
-    op(*theirs).sum().backward()
-    for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a.grad, b.grad)
-
-
-@each_operator
-def test_compile_with_dynamic_shapes_compiles_once(op, fresh_dynamo):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x, *rest: op(x, *rest), fullgraph=True, backend=counter)
-    for n, h, w in ((11, 13, 17), (12, 19, 14), (14, 15, 23)):  # sizes in another order must not need another graph
-        _, *rest = tensors(op)
-        x = torch.randn(n, 3, h, w, dtype=torch.float64)
-        for dimension in (0, 2, 3):
-            torch._dynamo.mark_dynamic(x, dimension)
-        torch.testing.assert_close(compiled(x, *rest), op(x, *rest))
-    assert counter.frame_count == 1
-
-
-def test_compile_takes_a_scalar_that_changes(fresh_dynamo):
-    op = cutlass_ops.conv2d_min_add_mul
-    compiled = torch.compile(lambda *t, scale: op(*t, scale=scale), fullgraph=True, backend="aot_eager")
-    given = tensors(op)
-    for scale in (1.0, 2.0, 3.5):
-        torch.testing.assert_close(compiled(*given, scale=scale), op(*given, scale=scale))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_export_gives_equal_values_and_one_operator(dynamic, fresh_dynamo):
-    module = FusedConv2d(cutlass_ops.conv2d_sub_tanh_sub_avgpool, 3, 4, 3, padding=1, pool=2)
-    shapes = {"x": {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}} if dynamic else None
-    program = torch.export.export(module, (torch.randn(2, 3, 12, 10),), dynamic_shapes=shapes)
-    called = [str(n.target) for n in program.graph.nodes if n.op == "call_function" and "cutlass_ops" in str(n.target)]
-    assert called == ["cutlass_ops.conv2d_sub_tanh_sub_avgpool.default"]
-    x = torch.randn(3, 3, 14, 10) if dynamic else torch.randn(2, 3, 12, 10)
-    torch.testing.assert_close(program.module()(x), module(x))
-
-
-# ---- modules -----------------------------------------------------------------------------------------------------
-
-
-def example_module():
-    return FusedConv2d(cutlass_ops.conv2d_min_add_mul, 3, 4, (3, 2), stride=2, padding=(1, 0), dilation=1, constant=0.25)
-
-
-def test_a_module_has_kernelbenchs_parameters():
-    assert {name: tuple(t.shape) for name, t in example_module().state_dict().items()} == {
-        "v": (4, 1, 1),
-        "conv.weight": (4, 3, 3, 2),
-        "conv.bias": (4,),
-    }
-    assert set(FusedConv2d(cutlass_ops.conv2d, 3, 4, 3, bias=False).state_dict()) == {"conv.weight"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"subtract3": 1.0}, TypeError, "got an unexpected keyword argument 'subtract3'"),
-        ({"padding": "same"}, TypeError, "expected padding to be an int or a pair of ints, got 'same'"),
-        ({"pool": 0}, ValueError, "expected pool of at least 1"),
-        ({"subtract1": "a"}, TypeError, "expected subtract1 to be a number"),
-    ],
-)
-def test_a_module_refuses_at_once_what_its_operator_would(arguments, error, message):
-    with pytest.raises(error, match=message):
-        FusedConv2d(cutlass_ops.conv2d_sub_tanh_sub_avgpool, 3, 4, 3, **arguments)
-
-
-def test_a_module_keeps_vectors_as_parameters_only():
-    with pytest.raises(TypeError, match="expected no argument v: it is a parameter of the module"):
-        FusedConv2d(cutlass_ops.conv2d_min_add_mul, 3, 4, 3, v=torch.zeros(4))
-    with pytest.raises(TypeError, match="expected an operator of cutlass_ops, got <built-in"):
-        FusedConv2d(torch.tanh, 3, 4, 3)
-
-
-def test_a_module_calls_its_operator_with_its_arguments():
-    module, x = example_module(), torch.randn(2, 3, 9, 9)
-    expected = cutlass_ops.conv2d_min_add_mul(x, module.conv.weight, module.v, module.conv.bias, stride=2, padding=(1, 0), constant=0.25)
-    assert torch.equal(module(x), expected)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])  # noqa: S301
-def test_a_copied_module_computes_the_same(copied):
-    module, x = example_module(), torch.randn(2, 3, 9, 9)
-    twin = copied(module)
-    assert twin.conv.weight is not module.conv.weight
-    assert torch.equal(twin(x), module(x))
-
-
-def test_a_saved_state_is_loaded():
-    module, other, x = example_module(), example_module(), torch.randn(2, 3, 9, 9)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(other(x), module(x))
-
-
-def test_a_module_follows_dtype_and_trains():
-    module = example_module().double()
-    module(torch.randn(2, 3, 9, 9, dtype=torch.float64)).sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in module.parameters())
-
-
-def test_a_modules_repr_names_operator_and_arguments():
-    assert "conv2d_min_add_mul, stride=(2, 2), padding=(1, 0), dilation=(1, 1), constant=0.25" in repr(example_module())
