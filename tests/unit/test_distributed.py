@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -144,3 +146,12 @@ def test_dtensors_on_two_processes():
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     multiprocessing.spawn(process, (port,), PROCESSES)  # a check that fails is in the traceback of its process
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_throughput_script_says_what_it_lacks(repository):
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    command = [sys.executable, str(repository / "scripts" / "scaling.py")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("not measured: needs a Hopper GPU")
