@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
 
-from . import sharding
+from . import ieee, sharding
 from .torch_state import autocast, in_precision
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _gradients(
 
     with torch.enable_grad(), in_precision(rest[-1]):
         x, weight, *vectors = tensors = [own(t, need) for t, need in zip(saved, wanted)]
-        y = operator._reference(x, weight, *operator._split([*vectors, *rest]))  # type: ignore[arg-type]
+        y = operator._reference(x, weight, *operator._split([*vectors, *rest]), ieee.convolution(rest[-1]))  # type: ignore[arg-type]
         needed = [t for t in tensors if t is not None and t.requires_grad]
         # A chain need not use all its vectors; those have no gradient, as in PyTorch.
         found = iter(torch.autograd.grad(y, needed, gradient, create_graph=create_graph, allow_unused=True))

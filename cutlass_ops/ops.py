@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import dispatch, reference
+from . import dispatch, ieee, reference
 from .arguments import Arguments
 from .launch import PreparedCall, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
@@ -176,13 +176,20 @@ class Operator:
         check_sizes(x, weight, p.stride, p.padding, p.dilation, p.pool)
 
     def _reference(
-        self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
+        self,
+        x: Tensor,
+        weight: Tensor,
+        vectors: Sequence[Optional[Tensor]],
+        scalars: Sequence[float],
+        parameters: Parameters,
+        convolution: Callable[..., Tensor] = torch.nn.functional.conv2d,
     ) -> Tensor:
         """PyTorch's own operators, in the tensors' dtype."""
         inputs = dict(zip(self._vectors, vectors)) | dict(zip(self._scalars, scalars))
         p = parameters
+        given: dict[str, Any] = {"stride": p.stride, "padding": p.padding, "dilation": p.dilation, "pool": p.pool}
         with without_autocast(x.device.type):
-            return reference.compute(self.spec, x, weight, inputs, stride=p.stride, padding=p.padding, dilation=p.dilation, pool=p.pool)
+            return reference.compute(self.spec, x, weight, inputs, **given, convolution=convolution)
 
     def _transformed(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
@@ -192,6 +199,11 @@ class Operator:
         if forced not in (None, PYTORCH):
             raise NoPlanError(f"expected plan {forced!r}, but forward-mode AD and torch.func transforms use PyTorch's own operators")
         self._check(x, weight, vectors, parameters)
+        if parameters.precision == "ieee" and ieee.is_traced() and x.device.type == "cuda" and conv_allows_tf32():
+            raise NotImplementedError(
+                "expected no precision='ieee' in a torch.func transform or forward-mode AD inside torch.compile, where PyTorch allows "
+                "TF32; set torch.backends.cudnn.allow_tf32 = False, or do not compile it"
+            )
         with in_precision(precision_of(x, parameters.precision) if x.dtype is torch.float32 else None):
             return self._reference(x, weight, vectors, scalars, parameters)
 

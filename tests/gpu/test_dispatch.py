@@ -136,25 +136,36 @@ def test_compiled_gradients_at_ieee_precision_are_ieee(op):
         assert errors(mine, theirs)[0] <= 2.0**-16 * theirs.abs().max().item()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_exported_and_packaged_it_gives_the_same_bits(dynamic, tmp_path):
-    class Between(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fused = FusedConv2d(POOLED, 24, 40, 3, padding=1, device=DEVICE)
+class Between(nn.Module):
+    """NHWC in and out, with work before and after."""
 
-        def forward(self, x):
-            return torch.relu(self.fused(x.permute(0, 3, 1, 2) * 2).permute(0, 2, 3, 1)) + 1
+    def __init__(self):
+        super().__init__()
+        self.fused = FusedConv2d(POOLED, 24, 40, 3, padding=1, device=DEVICE)
 
+    def forward(self, x):
+        return torch.relu(self.fused(x.permute(0, 3, 1, 2) * 2).permute(0, 2, 3, 1)) + 1
+
+
+def exported(dynamic):
+    """A module, its exported program, and inputs for both."""
     module, x = Between(), torch.rand(2, 20, 24, 24, device=DEVICE)
     shapes = {"x": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}} if dynamic else None
     program = torch.export.export(module, (x,), dynamic_shapes=shapes)
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
-    loaded = torch._inductor.aoti_load_package(package)
-    for given in (x, torch.rand(5, 34, 24, 24, device=DEVICE)) if dynamic else (x,):
-        for f in (loaded, program.module()):
-            y, expected = f(given), module(given)
+    return module, program, [x, torch.rand(5, 34, 24, 24, device=DEVICE)] if dynamic else [x]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("package", [False, pytest.param(True, marks=pytest.mark.cuda_headers)])
+def test_exported_and_packaged_it_gives_the_same_bits(dynamic, package, tmp_path):
+    module, program, inputs = exported(dynamic)
+    if package:
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "module.pt2"))
+    f = torch._inductor.aoti_load_package(path) if package else torch.compile(module, fullgraph=True, dynamic=dynamic)
+    for given in inputs:
+        expected = module(given)
+        for y in (f(given), program.module()(given)):
             assert torch.equal(y, expected)
             assert y.stride() == expected.stride()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import cutlass_ops
 from cutlass_ops import FusedConv2d
@@ -28,6 +30,41 @@ def test_compile_differentiates(fresh_dynamo):
     op(*theirs).sum().backward()
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@each_operator
+def test_a_compiled_gradient_keeps_the_precision_of_its_call(op, fresh_dynamo):
+    """The setting that eager mode changes around PyTorch's convolutions is not in a graph, so an operator of ours must be."""
+    graphs = []
+
+    def backward(graph, _):
+        graphs.append({str(n.target) for n in graph.graph.nodes if n.op == "call_function"})
+        return make_boxed_func(graph.forward)
+
+    given, twins = ([t.float().detach().requires_grad_() for t in tensors(op)] for _ in range(2))
+    for precision in ("ieee", None):
+        graphs.clear()
+        backend = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward)
+        compiled = torch.compile(lambda *t, p=precision: op(*t, padding=1, precision=p), fullgraph=True, backend=backend, dynamic=True)
+        compiled(*given).square().sum().backward()
+        convolutions = {name for name in graphs[0] if "conv" in name}
+        name = "cutlass_ops._conv2d_ieee" if precision else "aten.convolution"
+        # A chain's derivative needs the convolution again, conv2d's own does not.
+        assert convolutions == {f"{name}_backward.default"} | ({f"{name}.default"} if op is not cutlass_ops.conv2d else set())
+        op(*twins, padding=1, precision=precision).square().sum().backward()
+    for mine, theirs in zip(given, twins):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_of_the_traced_gradients_convolution(wanted, layout):
+    x, weight = (LAYOUTS[layout](torch.randn(s)) for s in ((2, 3, 7, 8), (4, 3, 3, 2)))
+    parameters = [2, 1], [1, 0], [1, 1]
+    gradient = torch.randn_like(torch.nn.functional.conv2d(x, weight, None, *parameters))
+    forward, backward = torch.ops.cutlass_ops._conv2d_ieee.default, torch.ops.cutlass_ops._conv2d_ieee_backward.default
+    torch.library.opcheck(backward, (gradient, x, weight, *parameters, list(wanted)))
+    torch.library.opcheck(forward, (x.requires_grad_(wanted[0]), weight.requires_grad_(wanted[1]), *parameters))
 
 
 @each_operator
