@@ -9,12 +9,10 @@ from torch import nn
 import cutlass_ops
 from cutlass_ops import FusedConv2d
 
-from .helpers import DEVICE, DTYPES, generator, name_of, run_script, tensors
+from .helpers import DEVICE, generator, name_of, run_script, tensors
 
 POOLED = cutlass_ops.conv2d_sub_tanh_sub_avgpool
 OPERATORS = [cutlass_ops.conv2d, POOLED, cutlass_ops.conv2d_relu_hardswish, cutlass_ops.conv2d_min_add_mul]
-each_operator = pytest.mark.parametrize("op", OPERATORS, ids=name_of)
-
 FIRST_CALL = """
 import torch, cutlass_ops
 torch.manual_seed(0)
@@ -34,9 +32,17 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("op", [POOLED, cutlass_ops.conv2d_min_add_mul], ids=name_of)
+@pytest.mark.parametrize(
+    ("op", "dtype", "mode"),
+    [
+        (POOLED, "float32", "global"),
+        (POOLED, "float32", "thread_local"),
+        (POOLED, "float32", "relaxed"),
+        (POOLED, "float16", "global"),
+        (cutlass_ops.conv2d_min_add_mul, "float32", "global"),
+    ],
+    ids=name_of,
+)
 def test_the_first_call_of_a_process_may_be_inside_a_capture(op, dtype, mode):
     assert run_script(FIRST_CALL.format(op=op.spec.name, dtype=dtype, mode=mode)) == "ok"
 
@@ -52,8 +58,7 @@ class Between(nn.Module):
         return torch.relu(self.fused(x * 0.5)) + 1
 
 
-@each_operator
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("op", "dtype"), [*((op, torch.float32) for op in OPERATORS), (POOLED, torch.float16)], ids=name_of)
 def test_reduce_overhead_replays_with_new_data_and_weights(op, dtype):
     torch._dynamo.reset()
     module = Between(op).to(dtype)
