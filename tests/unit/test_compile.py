@@ -80,6 +80,22 @@ def test_compile_with_dynamic_shapes_compiles_once(op, fresh_dynamo):
     assert counter.frame_count == 1
 
 
+@each_operator
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dimensions", [(0,), (0, 2, 3)])
+def test_compile_takes_sizes_that_depend_on_data(op, memory_format, dimensions, fresh_dynamo):
+    from torch._dynamo.decorators import mark_unbacked
+
+    x, *rest = tensors(op, torch.float32)
+    x = x.contiguous(memory_format=memory_format)
+    for dimension in dimensions:
+        mark_unbacked(x, dimension)
+    y = torch.compile(lambda x: op(x, *rest), fullgraph=True, backend="aot_eager")(x)
+    expected = op(x, *rest)
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected)
+
+
 def test_compile_takes_a_scalar_that_changes(fresh_dynamo):
     op = cutlass_ops.conv2d_min_add_mul
     compiled = torch.compile(lambda *t, scale: op(*t, scale=scale), fullgraph=True, backend="aot_eager")

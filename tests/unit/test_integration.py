@@ -27,6 +27,15 @@ OPERATORS = [
 each_operator = pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.spec.name)
 
 
+#: Name -> the same values laid out in that way.
+LAYOUTS = {
+    "contiguous": lambda v: v,
+    "channels_last": lambda v: v.contiguous(memory_format=torch.channels_last),
+    "window": lambda v: torch.nn.functional.pad(v, (1, 2, 1, 1)).contiguous(memory_format=torch.channels_last)[:, :, 1:-1, 1:-2],
+    "transposed": lambda v: v.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
 def tensors(op, dtype=torch.float64, *, gradients=False, n=2, size=7):
     """x, weight and the operator's vectors."""
     generator = torch.Generator().manual_seed(0)
@@ -39,15 +48,6 @@ def flat(op, **changes):
     scalars = [a.default for a in op.spec.scalars]
     pool = [[2, 2], [2, 2], [0, 0], [1, 1], False, True, None] if op.spec.pool else []
     return [*scalars, [1, 1], [1, 1], [1, 1], *pool, None]
-
-
-#: Name -> the same values laid out in that way.
-LAYOUTS = {
-    "contiguous": lambda v: v,
-    "channels_last": lambda v: v.contiguous(memory_format=torch.channels_last),
-    "window": lambda v: torch.nn.functional.pad(v, (1, 2, 1, 1)).contiguous(memory_format=torch.channels_last)[:, :, 1:-1, 1:-2],
-    "transposed": lambda v: v.transpose(2, 3).contiguous().transpose(2, 3),
-}
 
 
 @pytest.fixture
@@ -89,6 +89,24 @@ def test_opcheck_of_sizes_that_compilers_treat_apart(op, shapes):
 @each_operator
 def test_gradients_are_those_of_finite_differences(op):
     assert torch.autograd.gradcheck(lambda *t: op(*t, padding=1), tensors(op, gradients=True, n=1, size=4))
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1, 1), (1, 4)])
+def test_gradients_have_the_shapes_of_their_vectors(shape):
+    x, weight, *vectors = tensors(cutlass_ops.conv2d_min_add_mul, gradients=True, n=1, size=4)
+    given = [x, weight, *(v.detach().reshape(shape).requires_grad_() for v in vectors)]
+    assert torch.autograd.gradcheck(lambda *t: cutlass_ops.conv2d_min_add_mul(*t, stride=2), given)
+
+
+@each_operator
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_do_not_depend_on_layout(op, layout):
+    given = tensors(op, gradients=True)
+    laid_out = [LAYOUTS[layout](t.detach()).requires_grad_() if t.dim() == 4 else t.detach().requires_grad_() for t in given]
+    for t in (given, laid_out):
+        op(*t, padding=1).square().sum().backward()
+    for mine, theirs in zip(laid_out, given):
+        torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 @each_operator
