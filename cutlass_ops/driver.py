@@ -5,10 +5,11 @@ cuda.bindings is imported at the first use of a GPU, not before: the package imp
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Union
@@ -90,6 +91,27 @@ def make_context_current(device: int) -> None:
     context = check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(handle))
     check("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
     check("cuDevicePrimaryCtxRelease", driver.cuDevicePrimaryCtxRelease(handle))  # PyTorch's reference stays
+
+
+def is_capturing() -> bool:
+    """Whether PyTorch's current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """A block in which this thread may load kernels, also while it captures a CUDA graph (loading is not part of the graph)."""
+    driver = api()
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    before = check("cuThreadExchangeStreamCaptureMode", exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    except CudaError as error:
+        if is_capturing():
+            raise CudaError(f"{error}; call the operator once with tensors of this shape before the CUDA graph is captured") from error
+        raise
+    finally:
+        check("cuThreadExchangeStreamCaptureMode", exchange(before))
 
 
 def load_library(image: bytes) -> Any:

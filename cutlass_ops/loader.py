@@ -76,7 +76,8 @@ class KernelSet:
                     raise InstallationError(
                         f"expected the kernel {name} in {self.folder / 'manifest.json'}, found none; reinstall the wheel"
                     )
-                self._loaded[key] = self._load(self.records[name], device)
+                with driver.loading():
+                    self._loaded[key] = self._load(self.records[name], device)
             return self._loaded[key]
 
     def _load(self, record: KernelRecord, device: int) -> LoadedKernel:

@@ -196,14 +196,14 @@ def _check_dense(name: str, tensor: Tensor) -> None:
 
 def check_sizes(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, pool: Optional[PoolArguments]) -> None:
     """Raise ValueError where a dimension is empty or a window does not fit (the batch alone may be empty)."""
-    if any(size < 1 for size in (*x.shape[1:], *weight.shape)):  # min() would compare them, and torch.compile guard their order
+    if any(decide(size < 1) for size in (*x.shape[1:], *weight.shape)):  # min() would compare them, and torch.compile guard their order
         raise ValueError(f"expected non-empty channels, height, width and filter, got x {tuple(x.shape)} and weight {tuple(weight.shape)}")
     p, q = conv_size(x.shape, weight.shape, stride, padding, dilation)
-    if p < 1 or q < 1:
+    if decide(p < 1) or decide(q < 1):
         effective = tuple(dilation[i] * (weight.shape[2 + i] - 1) + 1 for i in (0, 1))
         padded = tuple(x.shape[2 + i] + 2 * padding[i] for i in (0, 1))
         raise ValueError(f"expected a filter no larger than the padded input {padded}, got {effective} (dilation included)")
-    if pool is not None and any(size < 1 for size in pool_size((p, q), pool)):
+    if pool is not None and any(decide(size < 1) for size in pool_size((p, q), pool)):
         raise ValueError(
             f"expected a pool no larger than the convolution's result ({p}, {q}), got {pool.kernel_size} with stride {pool.stride}"
         )
@@ -215,13 +215,39 @@ def team_size(problem: Problem, tile: Sequence[int]) -> int:
     return -(-out_w // tile[0]) * -(-k // tile[1])
 
 
+def decide(condition: Any, unknown: bool = False) -> bool:
+    """Whether a condition on sizes holds. Where they depend on data that a compiler has not got (unbacked sizes): `unknown`."""
+    if type(condition) is bool:
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    guard = getattr(symbolic_shapes, "guard_or_true" if unknown else "guard_or_false", bool)  # PyTorch before 2.7 has none
+    return bool(guard(condition))
+
+
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a tensor is channels_last and not contiguous as well (where both hold, PyTorch takes contiguous)."""
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    """What PyTorch's Tensor::suggest_memory_format says: whether the strides are ordered as channels_last has them.
+
+    The tensor need not be dense. Where sizes of 1 make both formats hold, the strides decide; an empty tensor is contiguous.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    if decide(strides[1] == 0):
+        return False
+    least = 0
+    for d in (1, 3, 2, 0):
+        if decide(sizes[d] == 0) or decide(strides[d] < least, unknown=True) or (d == 0 and decide(least == strides[1])):
+            return False
+        least = strides[d] * sizes[d]
+    return True
 
 
 def result_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Memory format of the result, by PyTorch's convention for conv2d."""
+    """Memory format of the result, by PyTorch's convention for conv2d: channels_last if an input is.
+
+    But for an empty batch, which no convolution sees, and float64 on CUDA, which cuDNN computes as NCHW.
+    """
+    if decide(x.shape[0] == 0) or (x.dtype is torch.float64 and x.device.type == "cuda"):
+        return False
     return is_channels_last(x) or is_channels_last(weight)
 
 

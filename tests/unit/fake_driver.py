@@ -67,10 +67,11 @@ class FakeDriver:
         self.loaded: list[str] = []  # sha256 of the images that were loaded
         self.work: list[Any] = []  # launches and cleared words in order
         self.maps: dict[bytes, tuple[str, tuple[Any, ...]]] = {}  # descriptor -> call and arguments that made it
+        self.capture_mode = "CU_STREAM_CAPTURE_MODE_GLOBAL"  # of the thread
         self.limits: dict[str, int] = {}  # dynamic shared memory allowed, by kernel
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("CUtensorMap", "CUfunction")) or name in ("CUresult", "CUlaunchAttributeID"):
+        if name.startswith(("CUtensorMap", "CUfunction", "CUstream")) or name in ("CUresult", "CUlaunchAttributeID"):
             return _Names()
         if name in ("CUlaunchConfig", "CUlaunchAttribute"):
             return lambda: SimpleNamespace(value=SimpleNamespace())
@@ -95,7 +96,12 @@ class FakeDriver:
     def _cuDriverGetVersion(self) -> tuple[int]:  # noqa: N802
         return (self.version,)
 
+    def _cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[str]:  # noqa: N802
+        before, self.capture_mode = self.capture_mode, mode
+        return (before,)
+
     def _cuLibraryLoadData(self, image: bytes, *_: Any) -> tuple[str]:  # noqa: N802
+        assert self.capture_mode == "CU_STREAM_CAPTURE_MODE_RELAXED"
         self.loaded.append(hashlib.sha256(image).hexdigest())
         return (self.loaded[-1],)
 

@@ -63,7 +63,7 @@ class Installation(SimpleNamespace):
 
     def forget(self):
         """What a new process has forgotten."""
-        ops.kernel_set.cache_clear()
+        ops._kernel_sets.cache_clear()
         ops._thread.calls.clear()
 
     def fails(self, error, message):
@@ -295,7 +295,7 @@ def test_a_call_for_which_pytorch_has_no_memory_leaves_the_next_one_right(instal
 
     for warm in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(cutlass_ops.launch.torch, "empty", exhausted, raising=False)
+            patch.setattr(driver, "empty", exhausted)
             with pytest.raises(torch.OutOfMemoryError):
                 installation.run(installation.hurt)
             assert installation.driver.work == []
