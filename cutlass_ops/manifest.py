@@ -45,7 +45,7 @@ class KernelRecord:
     registers: int
     #: Number of HGMMA (wgmma) instructions in the SASS.
     hgmma: int
-    #: Tile in pixels x output channels x input channels, pipeline stages, and the tile of the epilogue (fused: columns of the result x channels).
+    #: Tile in pixels x output channels x input channels, pipeline stages, tile of the epilogue (fused: columns of the result x channels).
     tile: tuple[int, ...] = ()
     stages: int = 0
     epilogue_tile: tuple[int, ...] = ()

@@ -245,9 +245,7 @@ class TwoKernel:
             by_family[kernel.record.family].append(kernel)
         # Every launch but a call's first may come up before its predecessor ends (programmatic launch).
         self._converts = [
-            _Convert(k, problem, channels, needs, sm_count, overlap=i > 0)
-            for i, k in enumerate(by_family["convert"])
-            if needs
+            _Convert(k, problem, channels, needs, sm_count, overlap=i > 0) for i, k in enumerate(by_family["convert"]) if needs
         ]
         self._gemms = [_ImplicitGemm(k, problem, channels, sm_count) for k in by_family["implicit_gemm"]]
         (pool,) = by_family["pool"]
