@@ -169,19 +169,28 @@ def run(sanitizer: str, tool: str, child: Sequence[str], out: Path, timeout: flo
 
 # ---- what runs below a tool --------------------------------------------------------------------------------------
 
+# Of 24 input channels and of few, 3 x 3 and 1 x 1, in both layouts: between them they reach every fused kernel.
 _SMALL = (
-    Sample("aligned", (2, 16, 12, 16), (24, 3, 3), pool=2),
-    Sample("padded", (1, 8, 10, 12), (136, 3, 3), pool=2, arguments=(("padding", 1),)),
-    Sample("channels_last", (2, 16, 9, 12), (16, 3, 3), "channels_last", arguments=(("padding", 1),)),
+    Sample("aligned", (2, 24, 12, 16), (24, 3, 3), pool=2),
+    Sample("padded", (1, 24, 10, 16), (136, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("few channels", (2, 3, 9, 24), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("1 x 1", (2, 20, 7, 16), (40, 1, 1), pool=2),
+    Sample("channels_last", (2, 24, 9, 12), (16, 3, 3), "channels_last", arguments=(("padding", 1),)),
+    Sample("few channels_last", (2, 8, 9, 12), (72, 3, 3), "channels_last"),
+    Sample("1 x 1 channels_last", (2, 24, 5, 7), (20, 1, 1), "channels_last"),
     Sample("odd", (3, 13, 11, 9), (70, 5, 2), arguments=(("padding", (2, 1)), ("dilation", (1, 2)))),
     Sample("sliced", (2, 19, 13, 15), (7, 3, 4), "sliced", arguments=(("stride", (2, 1)), ("padding", (0, 1)))),
     Sample("narrow", (2, 1, 5, 7), (7, 1, 1)),
     Sample("many tiles", (2, 16, 128, 132), (8, 3, 3), pool=2),  # more than SMs
 )
 _TINY = (
-    Sample("aligned", (1, 8, 6, 8), (8, 3, 3), pool=2),
-    Sample("padded", (1, 5, 4, 4), (4, 3, 3), pool=2, arguments=(("padding", 1),)),
-    Sample("channels_last", (1, 8, 4, 6), (8, 3, 3), "channels_last"),
+    Sample("aligned", (1, 24, 6, 8), (8, 3, 3), pool=2),
+    Sample("padded", (1, 24, 4, 8), (4, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("few channels", (1, 5, 4, 8), (4, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("1 x 1", (1, 8, 4, 8), (8, 1, 1), pool=2),
+    Sample("channels_last", (1, 24, 4, 6), (8, 3, 3), "channels_last"),
+    Sample("few channels_last", (1, 8, 4, 6), (8, 3, 3), "channels_last"),
+    Sample("1 x 1 channels_last", (1, 8, 2, 6), (8, 1, 1), "channels_last"),
 )
 SUITES = {"small": _SMALL, "tiny": _TINY}
 

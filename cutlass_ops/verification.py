@@ -75,11 +75,15 @@ class Sample:
         return [x, weight, *vectors], arguments | ({"pool": self.pool} if op.spec.pool and self.pool else {})
 
 
-#: The first two are such that a fused kernel serves them where there is one, in both of its variants.
+#: All but the last three are such that a fused kernel serves them; between them they reach every one.
 SAMPLES = (
     Sample("aligned", (8, 64, 56, 56), (128, 3, 3), pool=2),
-    Sample("padded", (4, 32, 40, 44), (96, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("padded", (4, 32, 40, 48), (96, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("few channels", (4, 8, 56, 136), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("1 x 1", (4, 64, 40, 72), (136, 1, 1), pool=2),
     Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", arguments=(("padding", 1),)),
+    Sample("few channels_last", (4, 8, 37, 45), (72, 3, 3), "channels_last"),
+    Sample("1 x 1 channels_last", (4, 64, 33, 31), (70, 1, 1), "channels_last"),
     Sample("odd", (3, 13, 37, 45), (70, 5, 2), arguments=(("padding", (2, 1)), ("dilation", (1, 2)))),
     Sample("strided", (5, 130, 61, 63), (7, 3, 4), "sliced", arguments=(("stride", (2, 1)), ("padding", (0, 1)))),
     Sample("narrow", (2, 1, 33, 31), (7, 1, 1)),

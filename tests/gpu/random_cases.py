@@ -66,9 +66,10 @@ class RandomCase(Case):
         values: dict[str, Any] = {"bias": choose.random() < 0.8}
         pooled = self.op.spec.pool is not None
         if choose.random() < 0.4:  # near what a fused kernel serves
-            values |= {"n": one(1, 6), "c": choose.choice((1, 3, 8, 32, 64, 65)), "h": one(3, 40), "w": 4 * one(1, 12)}
-            values |= {"k": one(1, 140), "filter": (3, 3), "stride": 1, "padding": choose.choice((0, 0, 1, 2, (1, 0), (0, 1)))}
-            values |= {"dilation": 1, "x_layout": choose.choice(("contiguous", "contiguous", *layouts))}
+            values |= {"n": one(1, 6), "c": choose.choice((1, 3, 8, 16, 24, 32, 64, 65)), "h": one(3, 40), "w": 4 * one(1, 40)}
+            values |= {"k": one(1, 140), "filter": choose.choice(((3, 3), (3, 3), (1, 1))), "stride": 1}
+            values |= {"padding": choose.choice((0, 0, 1, 2, (1, 0), (0, 1), (3, 4))), "dilation": 1}
+            values |= {"x_layout": choose.choice(("contiguous", "contiguous", "channels_last", "channels_last", *layouts))}
             values |= {"weight_layout": choose.choice(layouts)}
             return values | ({"pool": choose.choice((2, 2, 2, 3)), "ceil_mode": choose.random() < 0.3} if pooled else {})
         values |= {"n": one(1, 8), "c": one(1, choose.choice((4, 20, 140))), "h": one(1, 40), "w": one(1, 40)}
