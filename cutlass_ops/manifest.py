@@ -99,7 +99,8 @@ class Manifest:
 
     kernels: tuple[KernelRecord, ...]
     provenance: dict[str, str]
-    #: Emission key of each cubin (sha256 of what its source comes from) and build key (of what its bytes come from).
+    #: Emission key of each cubin (sha256 of what its source comes from) and build key (of what its bytes come from); why a fused
+    #: kernel was left out, if it was.
     keys: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def dumps(self) -> str:
