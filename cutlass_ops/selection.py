@@ -211,7 +211,8 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             team_size(problem, record.epilogue_tile) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
         ),
-        (n * max(out_h, 1) <= MAX_INDEX, f"at most {MAX_INDEX} result rows, got {n} x {out_h}"),
+        (n * out_h <= MAX_INDEX, f"at most {MAX_INDEX} result rows, got {n} x {out_h}"),
+        (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
         (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
         (
             nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
