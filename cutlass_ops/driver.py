@@ -5,49 +5,75 @@ cuda.bindings is imported at the first use of a GPU, not before: the package imp
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Union
 
 import torch
 
-from .errors import CudaError
+from .errors import CudaError, InstallationError
 
 Pair = tuple[int, int]
+DESCRIPTOR_BYTES = 128
+
+
+#: What the shipped cubins need, as cuDriverGetVersion counts: they are compiled with CUDA 13.0.
+_DRIVER_VERSION = 13000
+_NOT_FOUND = 500  # CUDA_ERROR_NOT_FOUND
+
+#: Driver error -> what to do about it.
+_REMEDIES = {
+    "CUDA_ERROR_NO_DEVICE": "the driver sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_INVALID_DEVICE": "the driver has no GPU of this number; look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process holds the GPU (exclusive mode); wait for it or take another GPU",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free memory of the GPU (torch.cuda.empty_cache(), other processes) and call again",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "libcuda and the kernel module differ; install one driver, then restart",
+}
+_REFUSED_IMAGES = frozenset(f"CUDA_ERROR_{e}" for e in ("UNSUPPORTED_PTX_VERSION", "NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_SOURCE"))
 
 
 @functools.cache
 def api() -> ModuleType:
-    """cuda.bindings.driver. Raises CudaError where the driver library cannot be loaded."""
-    from cuda.bindings import driver as module
+    """cuda.bindings.driver. Raises InstallationError without that package, CudaError without a driver new enough for the cubins."""
+    try:
+        from cuda.bindings import driver as module
+    except ImportError as error:
+        raise InstallationError(
+            f"expected the package cuda-bindings, could not import it ({error}); pip install 'cuda-bindings>=13.0,<14'"
+        ) from error
 
     driver: ModuleType = module
     try:
-        (status,) = driver.cuInit(0)
+        status = driver.cuInit(0)[0]
     except Exception as error:  # cuda.bindings raises its own kinds, which differ between its releases
         raise CudaError(f"expected the NVIDIA driver library libcuda, could not load it ({error}); install the driver") from error
-    if status != driver.CUresult.CUDA_SUCCESS:
+    if status != 0:
         raise CudaError(_explain(driver, "cuInit", status))
+    _, version = driver.cuDriverGetVersion()
+    if version < _DRIVER_VERSION:  # now, since an older one lacks calls that are made before a cubin is loaded
+        raise CudaError(f"expected {_versions(version)}; install a newer driver")
     return driver
+
+
+def _versions(found: int) -> str:
+    """The driver that the cubins need and the one found."""
+    needed = f"{_DRIVER_VERSION // 1000}.{_DRIVER_VERSION % 1000 // 10}"
+    return f"a driver for CUDA {needed} (580) or newer, as the cubins need, got one for CUDA {found // 1000}.{found % 1000 // 10}"
 
 
 def _explain(driver: ModuleType, call: str, status: Any) -> str:
     _, name = driver.cuGetErrorName(status)
     _, text = driver.cuGetErrorString(status)
     named = name.decode() if name else str(status)
-    hint = ""
-    if named in (
-        "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
-        "CUDA_ERROR_NO_BINARY_FOR_GPU",
-        "CUDA_ERROR_INVALID_IMAGE",
-        "CUDA_ERROR_INVALID_SOURCE",
-    ):
+    hint = f"; {_REMEDIES[named]}" if named in _REMEDIES else ""
+    if named in _REFUSED_IMAGES:
         _, version = driver.cuDriverGetVersion()
-        hint = f"; the cubins need a driver for CUDA 13.0 (580) or newer, this one is for CUDA {version // 1000}.{version % 1000 // 10}"
+        hint = f"; expected {_versions(version)}, and a GPU that the cubin is for (sm_90a); reinstall the wheel if both are right"
     return f"{call} failed: {named} ({text.decode() if text else 'no description'}){hint}"
 
 
@@ -67,14 +93,38 @@ def make_context_current(device: int) -> None:
     check("cuDevicePrimaryCtxRelease", driver.cuDevicePrimaryCtxRelease(handle))  # PyTorch's reference stays
 
 
+def is_capturing() -> bool:
+    """Whether PyTorch's current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """A block in which this thread may load kernels, also while it captures a CUDA graph (loading is not part of the graph)."""
+    driver = api()
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    before = check("cuThreadExchangeStreamCaptureMode", exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    except CudaError as error:
+        if is_capturing():
+            raise CudaError(f"{error}; call the operator once with tensors of this shape before the CUDA graph is captured") from error
+        raise
+    finally:
+        check("cuThreadExchangeStreamCaptureMode", exchange(before))
+
+
 def load_library(image: bytes) -> Any:
     """Load a cubin (CUlibrary)."""
     return check("cuLibraryLoadData", api().cuLibraryLoadData(image, [], [], 0, [], [], 0))
 
 
 def get_kernel(library: Any, symbol: str) -> Any:
-    """An entry point of a library (CUkernel)."""
-    return check(f"cuLibraryGetKernel({symbol})", api().cuLibraryGetKernel(library, symbol.encode()))
+    """An entry point of a library (CUkernel). Raises InstallationError where the cubin has none of this name."""
+    result = api().cuLibraryGetKernel(library, symbol.encode())
+    if result[0] == _NOT_FOUND:
+        raise InstallationError(f"expected the entry point {symbol} in its cubin, found none; reinstall the wheel")
+    return check(f"cuLibraryGetKernel({symbol})", result)
 
 
 def parameter_size(kernel: Any) -> int:
@@ -203,6 +253,15 @@ class Launch:
         status = self._call(self._config, self._function, self._pointers_address, 0)[0]
         if status != 0:
             raise CudaError(_explain(api(), "cuLaunchKernelEx", status))
+
+
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor on the current device."""
+    if torch.are_deterministic_algorithms_enabled():  # PyTorch may fill new memory then; our tests let it
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+    # What torch.compile's code calls: torch.empty without its dispatch, in 0.5 us instead of 1.1 to 1.5.
+    tensor: torch.Tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined]
+    return tensor
 
 
 def current_stream(device: int) -> int:

@@ -58,9 +58,7 @@ class Fused:
         values |= {"jump_images": teams // units, "jump_steps": teams % units * unit} if unit else {}
         if nhwc:
             box = (channels, record.box_columns, 1, 1)
-            tensor = driver.TiledMap(
-                record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=2 * channels
-            )
+            tensor = driver.TiledMap(record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=2 * channels)
             values["box_bytes"] = 2 * channels * record.box_columns * size
         else:
             box = (record.box_columns, 2, min(channels, round_up(c, 8)), 1)

@@ -40,10 +40,12 @@ class PreparedCall:
         self.problem, self.plan = problem, plan
         self._vector_names, self._scalar_names = vector_names, scalar_names
         self._scalar_bytes = struct.Struct(f"{len(scalar_names)}d").pack
-        #: Whether the caller's tensors must be made presentable() first (set by who knows them).
-        self.copies = False
-        self._device, self._index = torch.device("cuda", device), device
+        #: Whether the caller's x and weight must be made presentable() first, and vectors dense fp32 (set by who knows them).
+        self.copies = self.copies_vectors = False
+        self._index = device
         self._output_shape = problem.output_shape
+        _, k, h, w = problem.output_shape
+        self._output_strides = (k * h * w, 1, k * w, k) if problem.channels_last else (k * h * w, h * w, w, 1)
         self._is_empty = problem.output_shape[0] == 0  # every other dimension is positive
         self._state: Any = None
         if self._is_empty:
@@ -66,15 +68,12 @@ class PreparedCall:
         return self._part.stages()
 
     def __call__(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float]) -> Tensor:
-        """Compute on the current stream of the tensors' device; the inputs are those of the problem, vectors dense fp32."""
-        if self.problem.channels_last:
-            y = torch.empty(self._output_shape, dtype=x.dtype, device=self._device, memory_format=torch.channels_last)
-        else:
-            y = x.new_empty(self._output_shape)
+        """Compute on the current stream of the tensors' device, which is current; inputs are those of the problem, vectors dense fp32."""
+        y = driver.empty(self._output_shape, self._output_strides, x.dtype)
         if self._is_empty:
             return y
         # Freed at return: later work of this stream may use it, which is ordered behind ours.
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self._device)
+        workspace = driver.empty((self.workspace_bytes,), (1,), torch.uint8)
         self.launch(workspace.data_ptr(), y, x, weight, vectors, scalars)
         return y
 

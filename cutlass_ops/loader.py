@@ -72,11 +72,18 @@ class KernelSet:
         key = (name, device)
         with self._lock:
             if key not in self._loaded:
-                self._loaded[key] = self._load(self.records[name], device)
+                if name not in self.records:
+                    raise InstallationError(
+                        f"expected the kernel {name} in {self.folder / 'manifest.json'}, found none; reinstall the wheel"
+                    )
+                with driver.loading():
+                    self._loaded[key] = self._load(self.records[name], device)
             return self._loaded[key]
 
     def _load(self, record: KernelRecord, device: int) -> LoadedKernel:
         require_hopper(device_facts(device))
+        if record.architecture != "sm_90a":
+            raise InstallationError(f"expected {record.cubin} for sm_90a, the manifest says {record.architecture}; reinstall the wheel")
         if record.sha256 not in self.verified and not allow_unverified():
             raise InstallationError(f"expected a record of a passed GPU check for {record.cubin}, found none; run scripts/check_gpu.py")
         library = self._libraries.get(record.cubin)
@@ -94,6 +101,11 @@ class KernelSet:
             "cuOccupancyMaxActiveBlocksPerMultiprocessor",
             api.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, record.threads, record.shared_memory),
         )
+        if blocks < 1:
+            raise InstallationError(
+                f"expected an SM to hold {record.threads} threads of {record.name} with {record.shared_memory} bytes of shared memory, "
+                "it holds none; reinstall the wheel"
+            )
         return LoadedKernel(record, function, blocks)
 
     def image(self, record: KernelRecord) -> bytes:

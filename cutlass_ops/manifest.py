@@ -45,7 +45,7 @@ class KernelRecord:
     registers: int
     #: Number of HGMMA (wgmma) instructions in the SASS.
     hgmma: int
-    #: Tile in pixels x output channels x input channels, pipeline stages, and the tile of the epilogue (fused: columns of the result x channels).
+    #: Tile in pixels x output channels x input channels, pipeline stages, tile of the epilogue (fused: columns of the result x channels).
     tile: tuple[int, ...] = ()
     stages: int = 0
     epilogue_tile: tuple[int, ...] = ()
@@ -67,12 +67,30 @@ class KernelRecord:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KernelRecord:
-        """Inverse of `to_json`. Raises TypeError for unknown or missing fields."""
+        """Inverse of `to_json`. Raises TypeError or ValueError for unknown, missing and impossible fields."""
         values = dict(data)
         for key in ("variant", "tile", "epilogue_tile"):
             values[key] = tuple(values.get(key, ()))
         values["constants"] = tuple((int(o), float(v)) for o, v in values.get("constants", ()))
-        return cls(**values)
+        record = cls(**values)
+        record._check()
+        return record
+
+    def _check(self) -> None:
+        """Raise where a field has another type, or an offset lies outside the parameter (the loader writes there)."""
+        kinds = {"str": str, "int": int, "Family": str}
+        for field in dataclasses.fields(self):
+            kind, value = kinds.get(str(field.type)), getattr(self, field.name)
+            if kind is not None and type(value) is not kind:
+                raise TypeError(f"{self.name}: expected {field.name} to be {kind.__name__}, got {value!r}")
+        if not all(type(v) is str for v in self.variant) or not all(type(v) is int for v in self.tile + self.epilogue_tile):
+            raise TypeError(f"{self.name}: expected names as variant and numbers as tiles, got {self.variant}, {self.tile}")
+        offsets = [o for named in (self.fields, self.vectors, self.scalars) for o in named.values()]
+        for offset in offsets + [o for o, _ in self.constants]:
+            if type(offset) is not int or not 0 <= offset <= self.params_size - 4:
+                raise ValueError(f"{self.name}: expected offsets within a parameter of {self.params_size} bytes, got {offset!r}")
+        if self.threads < 1 or self.shared_memory < 0:
+            raise ValueError(f"{self.name}: expected threads and shared memory, got {self.threads} and {self.shared_memory}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,8 @@ class Manifest:
 
     kernels: tuple[KernelRecord, ...]
     provenance: dict[str, str]
-    #: Emission key of each cubin (sha256 of what its source comes from) and build key (of what its bytes come from).
+    #: Emission key of each cubin (sha256 of what its source comes from) and build key (of what its bytes come from); why a fused
+    #: kernel was left out, if it was.
     keys: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def dumps(self) -> str:
@@ -108,8 +127,10 @@ class Manifest:
             )
         try:
             kernels = tuple(KernelRecord.from_json(k) for k in data["kernels"])
+            if len({k.name for k in kernels}) != len(kernels):
+                raise ValueError("expected one record a kernel, got two of one name")
             return cls(kernels, dict(data["provenance"]), dict(data["keys"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InstallationError(
                 f"expected a complete manifest at {path}, got a damaged one ({error!r}); reinstall the wheel"
             ) from error

@@ -53,9 +53,19 @@ class FusedConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the operator to x (N, C, H, W)."""
-        vectors = {name: getattr(self, name) for name in self._own}
-        return self.operator(x, self.conv.weight, bias=self.conv.bias, **vectors, **self.arguments)
+        conv: nn.Module = _member(self, self._modules, "conv")
+        weight, bias = _member(conv, conv._parameters, "weight"), _member(conv, conv._parameters, "bias")
+        vectors = {name: _member(self, self._parameters, name) for name in self._own}
+        return self.operator(x, weight, bias=bias, **vectors, **self.arguments)
 
     def extra_repr(self) -> str:
         """Operator and arguments, for print."""
         return ", ".join([self.operator.spec.name, *(f"{k}={v}" for k, v in self.arguments.items())])
+
+
+def _member(module: nn.Module, members: dict[str, Any], name: str) -> Any:
+    """An attribute of a module that is most likely in this one of its dictionaries, else anywhere (a parametrized weight, say).
+
+    nn.Module looks for it elsewhere first, and takes 0.7 us instead of 0.1.
+    """
+    return members[name] if name in members else getattr(module, name)

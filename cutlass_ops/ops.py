@@ -1,4 +1,4 @@
-"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU, fake, autograd) and the functional API."""
+"""Operators as PyTorch sees them: torch.library registration (CUDA, CPU; the rest in dispatch.py) and the functional API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import reference
+from . import dispatch, ieee, reference
 from .arguments import Arguments
 from .launch import PreparedCall, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
@@ -28,6 +28,7 @@ from .problem import (
     check_tensors,
     conv_allows_tf32,
     conv_size,
+    is_dense,
     pool_size,
     precision_of,
     result_channels_last,
@@ -55,10 +56,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-@functools.cache
+_kernel_sets = functools.cache(KernelSet)
+_kernel_sets_lock = threading.Lock()  # threads whose first calls meet must share one, or each would load the kernels
+
+
 def kernel_set(folder: Path) -> KernelSet:
     """The kernels of a folder, read once a process."""
-    return KernelSet(folder)
+    with _kernel_sets_lock:
+        return _kernel_sets(folder)
 
 
 @contextlib.contextmanager
@@ -126,8 +131,12 @@ class Operator:
                 return self._transformed(x, weight, vectors, scalars, parameters)
             # The dispatcher costs 55 us a call (docs/performance.md), more than the launches: skip it where it has nothing to do.
             if is_plain(x, weight, vectors):
-                return self._run(x, weight, vectors, scalars, parameters)
-        if any(v is not None and not isinstance(v, Tensor) for v in vectors):
+                try:
+                    return self._run(x, weight, vectors, scalars, parameters)
+                except RuntimeError:  # of PyTorch, where a tensor has no strides: asked only now, for the sake of other calls' time
+                    check_tensors(self.spec, x, weight, vectors)
+                    raise
+        if not all(t is None or (isinstance(t, Tensor) and is_dense(t)) for t in (x, weight, *vectors)):
             check_tensors(self.spec, x, weight, vectors)
         result: Tensor = self._op(x, weight, *vectors, *scalars, *parameters.flat(self.spec.pool is not None))
         return result
@@ -147,12 +156,12 @@ class Operator:
     def _register(self) -> None:
         if hasattr(torch.ops.cutlass_ops, self.spec.name):
             raise ValueError(f"expected a new operator name, got {self.spec.name!r}, which is registered already; rename the operator")
-        _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag,))
+        # The result's layout follows the inputs' strides, so Inductor must pass those that it traced.
+        strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+        _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag, strides))
         _LIBRARY.impl(self.spec.name, self._cuda, "CUDA")
         _LIBRARY.impl(self.spec.name, self._cpu, "CPU")
-        qualified = f"cutlass_ops::{self.spec.name}"
-        torch.library.register_fake(qualified, self._fake, lib=_LIBRARY)
-        torch.library.register_autograd(qualified, self._backward, setup_context=self._setup_context, lib=_LIBRARY)
+        dispatch.register(_LIBRARY, self)
 
     def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:
         """Vectors, scalars and parameters from the schema's arguments after x and weight."""
@@ -172,13 +181,20 @@ class Operator:
         check_sizes(x, weight, p.stride, p.padding, p.dilation, p.pool)
 
     def _reference(
-        self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
+        self,
+        x: Tensor,
+        weight: Tensor,
+        vectors: Sequence[Optional[Tensor]],
+        scalars: Sequence[float],
+        parameters: Parameters,
+        convolution: Callable[..., Tensor] = torch.nn.functional.conv2d,
     ) -> Tensor:
         """PyTorch's own operators, in the tensors' dtype."""
         inputs = dict(zip(self._vectors, vectors)) | dict(zip(self._scalars, scalars))
         p = parameters
+        given: dict[str, Any] = {"stride": p.stride, "padding": p.padding, "dilation": p.dilation, "pool": p.pool}
         with without_autocast(x.device.type):
-            return reference.compute(self.spec, x, weight, inputs, stride=p.stride, padding=p.padding, dilation=p.dilation, pool=p.pool)
+            return reference.compute(self.spec, x, weight, inputs, **given, convolution=convolution)
 
     def _transformed(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
@@ -188,6 +204,11 @@ class Operator:
         if forced not in (None, PYTORCH):
             raise NoPlanError(f"expected plan {forced!r}, but forward-mode AD and torch.func transforms use PyTorch's own operators")
         self._check(x, weight, vectors, parameters)
+        if parameters.precision == "ieee" and ieee.is_traced() and x.device.type == "cuda" and conv_allows_tf32():
+            raise NotImplementedError(
+                "expected no precision='ieee' in a torch.func transform or forward-mode AD inside torch.compile, where PyTorch allows "
+                "TF32; set torch.backends.cudnn.allow_tf32 = False, or do not compile it"
+            )
         with in_precision(precision_of(x, parameters.precision) if x.dtype is torch.float32 else None):
             return self._reference(x, weight, vectors, scalars, parameters)
 
@@ -217,20 +238,20 @@ class Operator:
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], scalars: Sequence[float], parameters: Parameters
     ) -> Tensor:
         """Compute on a GPU. What depends on shapes, dtypes, strides and parameters alone is done once and kept."""
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
+        device, dtype = x.device, x.dtype
+        if x.is_cuda and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
                 return self._run(x, weight, vectors, scalars, parameters)
         forced = _thread.plan
         precision = parameters.precision
-        if precision is None and x.dtype is torch.float32:
+        if precision is None and dtype is torch.float32:
             precision = "tf32" if conv_allows_tf32() else "ieee"
-        given = tuple([t if t is None else (t.shape, t.dtype, t.device) for t in vectors])
         aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
-        key = (
-            *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
-            *(given, parameters, precision, aligned, forced),
-        )
-        calls = _thread.calls[self.spec.name]
+        key: tuple[Any, ...] = (x.shape, x.stride(), dtype, device, weight.shape, weight.stride(), weight.dtype, weight.device)
+        key += (parameters, precision, aligned, forced)
+        for v in vectors:
+            key += (None,) if v is None else (v.shape, v.dtype, v.device, v.is_contiguous())
+        calls = _thread.calls[self.__name__]
         try:
             call = calls[key]
         except KeyError:
@@ -243,7 +264,9 @@ class Operator:
                 return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
         if call.copies:
             x, weight = presentable(x), presentable(weight)
-        return call(x, weight, [_as_vector(v) for v in vectors], scalars)
+        if call.copies_vectors:
+            vectors = [_as_vector(v) for v in vectors]
+        return call(x, weight, vectors, scalars)
 
     def _prepare(
         self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters, forced: Optional[str]
@@ -260,6 +283,7 @@ class Operator:
             return None
         call = PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
         call.copies = presentable(x) is not x or presentable(weight) is not weight
+        call.copies_vectors = any(_as_vector(v) is not v for v in vectors)
         return call
 
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
@@ -287,31 +311,6 @@ class Operator:
         kernels = kernel_set(self.kernels)
         return select(problem, device, kernels.records.values(), kernels.verified, allow_unverified=allow_unverified(), force=forced)
 
-    # ---- autograd ------------------------------------------------------------------------------------------------
-
-    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, *rest = inputs
-        v = len(self._vectors)
-        ctx.save_for_backward(x, weight, *rest[:v])
-        ctx.rest = rest[v:]
-
-    def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
-        """Gradients by PyTorch's own operators: the reference is computed again and differentiated."""
-        create_graph = torch.is_grad_enabled()  # the gradients are to be differentiated again
-        with torch.enable_grad(), in_precision(ctx.rest[-1]):
-
-            def own(t: Optional[Tensor], need: bool) -> Optional[Tensor]:
-                if t is None:
-                    return None
-                return t.view_as(t) if create_graph and need else t.detach().requires_grad_(need)
-
-            tensors: list[Any] = [own(t, need) for t, need in zip(ctx.saved_tensors, ctx.needs_input_grad)]
-            y = self._reference(tensors[0], tensors[1], *self._split([*tensors[2:], *ctx.rest]))
-            wanted = [t for t in tensors if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=create_graph))
-        gradients = [next(found) if t is not None and t.requires_grad else None for t in tensors]
-        return (*gradients, *(None for _ in ctx.rest))
-
     # ---- explanation ---------------------------------------------------------------------------------------------
 
     def explain(self, x: Tensor, weight: Tensor, *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
@@ -337,7 +336,13 @@ def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:
 
 
 def _in_format(y: Tensor, channels_last: bool) -> Tensor:
-    return y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    """A result in a memory format, with exactly its strides, also where a size of 1 leaves the choice."""
+    y = y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    _, k, p, q = y.shape
+    strides = (k * p * q, 1, q * k, k) if channels_last else (k * p * q, p * q, q, 1)
+    if y.stride() == strides:
+        return y
+    return torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
 
 
 def explain(operator: Callable[..., Tensor], *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:

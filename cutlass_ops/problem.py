@@ -149,11 +149,17 @@ def check_parameters(stride: Pair, padding: Pair, dilation: Pair, pool: Optional
         raise ValueError(f"expected a divisor_override of at most {_MAX_PARAMETER}, got {override}")
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has strides: it is not sparse, nested, quantized or in an opaque layout."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
 def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]]) -> None:
     """Raise TypeError or ValueError where the tensors do not fit each other."""
     for name, value in (("x", x), ("weight", weight)):
         if not isinstance(value, Tensor):
             raise TypeError(f"expected {name} to be a tensor, got {type(value).__name__}")
+        _check_dense(name, value)
         if value.dim() != 4:
             raise ValueError(f"expected {name} with 4 dimensions, got {value.dim()} (shape {tuple(value.shape)})")
     if x.dtype not in DTYPES:
@@ -166,6 +172,7 @@ def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optio
             continue
         if not isinstance(vector, Tensor):
             raise TypeError(f"expected {argument.name} to be a tensor, got {type(vector).__name__}")
+        _check_dense(argument.name, vector)
         if vector.numel() != weight.shape[0] or vector.dim() < 1 or weight.shape[0] not in vector.shape:
             raise ValueError(
                 f"expected {argument.name} with {weight.shape[0]} elements, one an output channel, got shape {tuple(vector.shape)}"
@@ -181,16 +188,22 @@ def check_tensors(spec: Spec, x: Tensor, weight: Tensor, vectors: Sequence[Optio
         raise ValueError(f"expected weight for x's {x.shape[1]} channels, got weight of shape {tuple(weight.shape)}{hint}")
 
 
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if not is_dense(tensor):
+        kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
+        raise TypeError(f"expected {name} to be a dense (strided) tensor, got {kind} one; convert it first")
+
+
 def check_sizes(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair, pool: Optional[PoolArguments]) -> None:
     """Raise ValueError where a dimension is empty or a window does not fit (the batch alone may be empty)."""
-    if any(size < 1 for size in (*x.shape[1:], *weight.shape)):  # min() would compare them, and torch.compile guard their order
+    if any(decide(size < 1) for size in (*x.shape[1:], *weight.shape)):  # min() would compare them, and torch.compile guard their order
         raise ValueError(f"expected non-empty channels, height, width and filter, got x {tuple(x.shape)} and weight {tuple(weight.shape)}")
     p, q = conv_size(x.shape, weight.shape, stride, padding, dilation)
-    if p < 1 or q < 1:
+    if decide(p < 1) or decide(q < 1):
         effective = tuple(dilation[i] * (weight.shape[2 + i] - 1) + 1 for i in (0, 1))
         padded = tuple(x.shape[2 + i] + 2 * padding[i] for i in (0, 1))
         raise ValueError(f"expected a filter no larger than the padded input {padded}, got {effective} (dilation included)")
-    if pool is not None and any(size < 1 for size in pool_size((p, q), pool)):
+    if pool is not None and any(decide(size < 1) for size in pool_size((p, q), pool)):
         raise ValueError(
             f"expected a pool no larger than the convolution's result ({p}, {q}), got {pool.kernel_size} with stride {pool.stride}"
         )
@@ -202,13 +215,39 @@ def team_size(problem: Problem, tile: Sequence[int]) -> int:
     return -(-out_w // tile[0]) * -(-k // tile[1])
 
 
+def decide(condition: Any, unknown: bool = False) -> bool:
+    """Whether a condition on sizes holds. Where they depend on data that a compiler has not got (unbacked sizes): `unknown`."""
+    if type(condition) is bool:
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    guard = getattr(symbolic_shapes, "guard_or_true" if unknown else "guard_or_false", bool)  # PyTorch before 2.7 has none
+    return bool(guard(condition))
+
+
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a tensor is channels_last and not contiguous as well (where both hold, PyTorch takes contiguous)."""
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    """What PyTorch's Tensor::suggest_memory_format says: whether the strides are ordered as channels_last has them.
+
+    The tensor need not be dense. Where sizes of 1 make both formats hold, the strides decide; an empty tensor is contiguous.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    if decide(strides[1] == 0):
+        return False
+    least = 0
+    for d in (1, 3, 2, 0):
+        if decide(sizes[d] == 0) or decide(strides[d] < least, unknown=True) or (d == 0 and decide(least == strides[1])):
+            return False
+        least = strides[d] * sizes[d]
+    return True
 
 
 def result_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Memory format of the result, by PyTorch's convention for conv2d."""
+    """Memory format of the result, by PyTorch's convention for conv2d: channels_last if an input is.
+
+    But for an empty batch, which no convolution sees, and float64 on CUDA, which cuDNN computes as NCHW.
+    """
+    if decide(x.shape[0] == 0) or (x.dtype is torch.float64 and x.device.type == "cuda"):
+        return False
     return is_channels_last(x) or is_channels_last(weight)
 
 
@@ -226,13 +265,17 @@ def precision_of(x: Tensor, requested: Optional[str]) -> str:
     return requested
 
 
+#: Reads PyTorch's settings torch.backends.cudnn.conv, .cudnn and torch.backends .fp32_precision; through these the lookup takes
+#: 2.1 us instead of 0.2, in each call. None on releases before 2.9, which have no such settings.
+_setting: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def conv_allows_tf32() -> bool:
     """PyTorch's setting: torch.backends.cudnn.conv.fp32_precision, or cudnn.allow_tf32 on releases before 2.9."""
-    conv: Any = getattr(torch.backends.cudnn, "conv", None)
-    if conv is None or not hasattr(conv, "fp32_precision"):
+    if _setting is None:
         return bool(torch.backends.cudnn.allow_tf32)
-    for scope in (conv, torch.backends.cudnn, torch.backends):
-        setting = getattr(scope, "fp32_precision", "none")
+    for scope in (("cuda", "conv"), ("cuda", "all"), ("generic", "all")):
+        setting = _setting(*scope)
         if setting != "none":
             return bool(setting == "tf32")
     return False  # nobody allowed it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional, cast
 
 import torch
@@ -27,9 +27,10 @@ def compute(
     padding: Pair = (0, 0),
     dilation: Pair = (1, 1),
     pool: Optional[PoolArguments] = None,
+    convolution: Callable[..., Tensor] = functional.conv2d,
 ) -> Tensor:
     """``pool(chain(conv2d(x, weight), **inputs))``: x (N, C, H, W), weight (K, C, R, S), vectors (K,) or None, scalars."""
-    accum = functional.conv2d(x, weight, None, stride, padding, dilation)
+    accum = convolution(x, weight, None, stride, padding, dilation)
     y = evaluate(spec.chain, accum, inputs)
     return y if pool is None else apply_pool(y, pool)
 

@@ -70,6 +70,8 @@ _FUSED: dict[str, dict[tuple[str, str], str]] = {
     "fused-bf16": {("bf16", "bf16"): "one kernel from x to the result, fp32 accumulation"},
 }
 
+_LAYOUTS = {False: "contiguous (NCHW)", True: "channels_last"}
+
 #: Two-kernel plans by name: dtype they serve, precision, operand types of the implicit GEMM, why.
 #: The first that fits is taken; measured times order them (docs/performance.md).
 _TWO_KERNEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
@@ -160,7 +162,7 @@ def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, 
         if limit is None:
             operand = name.removeprefix("fused-")
             return Plan(name, (f"pack_{problem.dtype}_{operand}", record.name), why)
-        if met >= most:  # of several kernels, what keeps the problem from the one that nearly fits
+        if met >= most:  # of several kernels, what keeps the problem from the one that fits the longest
             most, reason = met, limit
     return reason
 
@@ -184,7 +186,7 @@ def _unusable(
 
 
 def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> tuple[int, Optional[str]]:
-    """How many conditions a problem meets, and why the fused kernel cannot compute it or None. The one place that knows its limits."""
+    """How many conditions hold up to the first that does not, and that one, or None. The one place that knows the fused kernels' limits."""
     n, c, h, w = problem.x_shape
     _, k, out_h, out_w = problem.output_shape
     element, layout, size, alignment, pool_kind = record.variant
@@ -197,7 +199,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         (pool_kind == (pool.kind if pool else "none"), f"pool {pool_kind}, got {pool.kind if pool else 'none'}"),
         (
             problem.channels_last == nhwc and problem.x_strides == strides,
-            f"a dense {'channels_last' if nhwc else 'contiguous (NCHW)'} input and result, got strides {problem.x_strides}",
+            f"a dense {_LAYOUTS[nhwc]} input and result, got strides {problem.x_strides} and a {_LAYOUTS[problem.channels_last]} result",
         ),
         (size == f"{r}x{s}", f"a filter of {size.replace('x', ' x ')}, got {r} x {s}"),
         (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
@@ -209,7 +211,8 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             team_size(problem, record.epilogue_tile) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
         ),
-        (n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
+(n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
+        (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
         (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
         (
             nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
@@ -225,7 +228,8 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             (not pool.ceil_mode or all(i % 2 == 0 for i in problem.conv_size), "whole pooling windows, got ceil_mode on an odd size"),
             (pool.divisor_override in (None, 4), f"the mean of 4 values, got divisor_override {pool.divisor_override}"),
         ]
-    return sum(fits for fits, _ in checks), next((f"expected {text}" for fits, text in checks if not fits), None)
+    unmet = next((i for i, (fits, _) in enumerate(checks) if not fits), None)
+    return (len(checks), None) if unmet is None else (unmet, f"expected {checks[unmet][1]}")
 
 
 def implicit_gemm_limit(problem: Problem) -> Optional[str]:

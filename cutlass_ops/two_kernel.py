@@ -86,7 +86,8 @@ class Descriptor:
     """A TMA descriptor inside parameter bytes, encoded again only when its address changes."""
 
     def __init__(self, tensor_map: Union[driver.TiledMap, driver.Im2colMap], target: int) -> None:
-        self._map, self._target = tensor_map, target
+        self._map = tensor_map
+        self._target = memoryview((ctypes.c_char * driver.DESCRIPTOR_BYTES).from_address(target)).cast("B")
         self._address = 0
         self._encoded: dict[int, bytes] = {}
 
@@ -99,7 +100,7 @@ class Descriptor:
             if len(self._encoded) >= _CACHED_DESCRIPTORS:
                 self._encoded.clear()
             encoded = self._encoded[address] = driver.encode(self._map, address)
-        ctypes.memmove(self._target, encoded, len(encoded))
+        self._target[:] = encoded  # 0.2 us; ctypes.memmove takes 0.7
         self._address = address
 
 
@@ -244,9 +245,7 @@ class TwoKernel:
             by_family[kernel.record.family].append(kernel)
         # Every launch but a call's first may come up before its predecessor ends (programmatic launch).
         self._converts = [
-            _Convert(k, problem, channels, needs, sm_count, overlap=i > 0)
-            for i, k in enumerate(by_family["convert"])
-            if needs
+            _Convert(k, problem, channels, needs, sm_count, overlap=i > 0) for i, k in enumerate(by_family["convert"]) if needs
         ]
         self._gemms = [_ImplicitGemm(k, problem, channels, sm_count) for k in by_family["implicit_gemm"]]
         (pool,) = by_family["pool"]

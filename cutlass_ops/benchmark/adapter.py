@@ -51,7 +51,7 @@ class Stage:
 
 
 def stages(operator: Operator, plan: Plan, x: Tensor, weight: Tensor, arguments: Arguments) -> tuple[list[Stage], Tensor]:
-    """The launches of a plan on fp32 inputs in range, and the result that they gave when run in order.
+    """The launches of a plan on inputs within fp16's range, and the result that they gave when run in order.
 
     The stages keep the workspace, in which each found and left its operands.
     """
@@ -80,16 +80,16 @@ def stages(operator: Operator, plan: Plan, x: Tensor, weight: Tensor, arguments:
 def idle_launches(records: Sequence[KernelRecord]) -> list[bool]:
     """Which launches of a plan the range guard leaves without work while values fit fp16: the TF32 fallback, if it has one."""
     guarded = any("f16" in r.variant for r in records)
-    fused = any(r.family == "fused" for r in records)
-    return [guarded and ("tf32" in r.variant or (fused and r.family == "pool")) for r in records]
+    return [guarded and "tf32" in r.variant for r in records]
 
 
 def stage_bytes(record: KernelRecord, problem: Problem) -> int:
-    """Bytes that a launch must move for fp32 tensors, filters left out."""
+    """Bytes that a launch must move, filters left out."""
     n, c, h, w = problem.x_shape
     k, out_h, out_w = problem.output_shape[1:]
     p, q = problem.conv_size
-    source, result = n * c * h * w * 4, n * k * out_h * out_w * 4
+    size = 4 if problem.dtype == "f32" else 2
+    source, result = n * c * h * w * size, n * k * out_h * out_w * size
     operand = n * h * w * round_up(c, 8) * (4 if "tf32" in record.variant else 2)
     between = n * p * q * round_up(k, 4) * 4
     by_family = {"convert": source + operand, "implicit_gemm": operand + between, "pool": between + result, "fused": source + result}

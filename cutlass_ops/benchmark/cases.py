@@ -150,15 +150,14 @@ def groups(operators: Sequence[str], *, quick: bool) -> list[Group]:
     found: list[Group] = []
     for name in operators:
         case = CASES[name]
-        if case is not MAIN:
-            found.append(Group(case, case.batch, modes=(COMPILE_DEFAULT, MAX_AUTOTUNE)))
-            continue
-        found.append(Group(case, case.batch, modes=(COMPILE_DEFAULT, MAX_AUTOTUNE, CUDA_GRAPHS)))
-        found.append(Group(case, case.batch, channels_last=True))
+        is_main = case is MAIN
+        found.append(Group(case, case.batch, modes=(COMPILE_DEFAULT, MAX_AUTOTUNE, *([CUDA_GRAPHS] if is_main else []))))
+        if is_main:
+            found.append(Group(case, case.batch, channels_last=True))
         found.append(Group(case, case.batch, torch.float16))
         found.append(Group(case, case.batch, torch.float16, channels_last=True))
         found.append(Group(case, case.batch, torch.bfloat16, channels_last=True))
-        found += [Group(case, batch) for batch in (1, 8, 32)]
+        found += [Group(case, batch) for batch in (1, 8, 32)] if is_main else []
     return found
 
 

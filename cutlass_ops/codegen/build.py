@@ -30,6 +30,7 @@ SHARED_KERNELS: tuple[Family, ...] = ("convert", "pack", "pool")
 RECORD_VERSION = 1
 
 Progress = Callable[[str, int, int], None]  # (kernel just finished, done, total)
+Sources = dict[str, tuple[str, Optional[cutlass_api.Emission]]]  # unit -> text, and the emission that it came from
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Report:
 
     built: tuple[str, ...]
     reused: tuple[str, ...]
+    #: Fused kernels that do not fit their registers -> why. The two-kernel plans serve what they would.
+    left_out: dict[str, str]
 
 
 def _digest(*parts: object) -> str:
@@ -111,11 +114,14 @@ def plan_units(specs: Sequence[Spec]) -> list[Unit]:
     return units
 
 
-def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int = 0, progress: Optional[Progress] = None) -> Report:
+def build(
+    specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int = 0, progress: Optional[Progress] = None, strict: bool = True
+) -> Report:
     """Bring `out` up to date: out/*.cu, out/cubins/*.cubin, out/manifest.json.
 
     Only what changed is built. Every file is written aside and renamed, the manifest last, so a build that is killed
-    leaves either the old or the new state of each file, and running it again completes it.
+    leaves either the old or the new state of each file, and running it again completes it. A fused kernel that does not fit its
+    registers is an error where `strict`, else it is left out (how many registers a chain takes, a user cannot know).
     Raises BuildError, ChainError.
     """
     units = plan_units(specs)
@@ -129,28 +135,20 @@ def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
         raise BuildError(f"expected to write to {out}, could not ({error}); name a writable folder with --out") from error
 
     old = _previous(out)
-    emitted = [u for u in units if not _is_current(u, out, old, toolchain)]
+    emitted = [u for u in units if not _is_current(u, out, old, toolchain, strict)]
     sources = _emit(emitted, toolchain) if emitted else {}
     # A source that came out as it was before need not be compiled again.
-    todo = [u for u in emitted if not _has_cubin(u.name, out, old, _build_key(sources[u.name][0], toolchain))]
+    todo = [u for u in emitted if not _is_built(u.name, out, old, _build_key(sources[u.name][0], toolchain), strict)]
     fresh = {u.name for u in units} - {u.name for u in todo}
     for unit in emitted:
         if unit.name in fresh and unit.spec is not None:
             _write(out / f"{unit.name}.cu", sources[unit.name][0].encode())
     records = [k for k in old.kernels if Path(k.cubin).stem in fresh] if old else []
     keys = {n: old.keys[n][1] for n in fresh} if old else {}
-    if todo:
-        workers = jobs or os.cpu_count() or 1
-        with ThreadPoolExecutor(workers) as pool:
-            futures = {pool.submit(_compile, u, sources[u.name], toolchain, out): u for u in todo}
-            try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    records.extend(future.result())
-                    if progress:
-                        progress(futures[future].name, done, len(todo))
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+    left_out = {n: old.keys[n][2] for n in fresh if len(old.keys[n]) > 2} if old else {}
+    compiled, refused = _compile_all(todo, sources, toolchain, out, jobs, progress, strict) if todo else ([], {})
+    records += compiled
+    left_out |= refused
     provenance = {
         "cutlass": cutlass_api.cutlass_version(),
         "nvcc": toolchain.version,
@@ -158,17 +156,22 @@ def build(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int =
         "flags": " ".join(FLAGS),
     }
     keys |= {u.name: _build_key(sources[u.name][0], toolchain) for u in todo}
-    manifest = Manifest(tuple(records), provenance, {u.name: [u.key, keys[u.name]] for u in units})
+    # The reason beside the keys lets the next build know without compiling.
+    reasons = {name: [reason] for name, reason in left_out.items()}
+    manifest = Manifest(tuple(records), provenance, {u.name: [u.key, keys[u.name], *reasons.get(u.name, [])] for u in units})
     _write(out / "manifest.json", manifest.dumps().encode())
     _sweep(out, {u.name for u in units}, set(old.keys) if old else set())
-    return Report(tuple(u.name for u in todo), tuple(sorted(fresh)))
+    built, reused = (tuple(n for n in names if n not in left_out) for names in ([u.name for u in todo], sorted(fresh)))
+    return Report(built, reused, dict(sorted(left_out.items())))
 
 
-def check(specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int = 0, progress: Optional[Progress] = None) -> list[str]:
+def check(
+    specs: Sequence[Spec], out: Path, toolchain: Toolchain, *, jobs: int = 0, progress: Optional[Progress] = None, strict: bool = True
+) -> list[str]:
     """Rebuild everything elsewhere and list every way in which `out` differs; an empty list means no drift."""
     with tempfile.TemporaryDirectory(prefix="cutlass_ops_check_") as temporary:
         fresh = Path(temporary)
-        build(specs, fresh, toolchain, jobs=jobs, progress=progress)
+        build(specs, fresh, toolchain, jobs=jobs, progress=progress, strict=strict)
         problems = []
         for path in sorted([*fresh.glob("*.cu"), *fresh.glob("cubins/*.cubin"), fresh / "manifest.json"]):
             name = path.relative_to(fresh)
@@ -190,7 +193,7 @@ def _previous(out: Path) -> Optional[Manifest]:
         return None  # nothing usable: everything is built
 
 
-def _is_current(unit: Unit, out: Path, old: Optional[Manifest], toolchain: Toolchain) -> bool:
+def _is_current(unit: Unit, out: Path, old: Optional[Manifest], toolchain: Toolchain, strict: bool) -> bool:
     """Whether the unit's files are those that its keys stand for, as far as that can be told without emitting."""
     if old is None or old.keys.get(unit.name, [""])[0] != unit.key:
         return False
@@ -198,21 +201,23 @@ def _is_current(unit: Unit, out: Path, old: Optional[Manifest], toolchain: Toolc
     if not path.exists():
         return False
     text = path.read_text()
-    return (unit.spec is None or source.is_sealed(text)) and _has_cubin(unit.name, out, old, _build_key(text, toolchain))
+    return (unit.spec is None or source.is_sealed(text)) and _is_built(unit.name, out, old, _build_key(text, toolchain), strict)
 
 
-def _has_cubin(name: str, out: Path, old: Optional[Manifest], key: str) -> bool:
-    """Whether the cubin of this build key is there, as the manifest records it."""
+def _is_built(name: str, out: Path, old: Optional[Manifest], key: str, strict: bool) -> bool:
+    """Whether the cubin of this build key is there, as the manifest records it, or known to be left out."""
     if old is None or old.keys.get(name, ["", ""])[1] != key:
         return False
+    if len(old.keys[name]) > 2:
+        return not strict
     records = [k for k in old.kernels if Path(k.cubin).stem == name]
     path = out / "cubins" / f"{name}.cubin"
     return bool(records) and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == records[0].sha256
 
 
-def _emit(units: Sequence[Unit], toolchain: Toolchain) -> dict[str, tuple[str, Optional[cutlass_api.Emission]]]:
+def _emit(units: Sequence[Unit], toolchain: Toolchain) -> Sources:
     """Source text of every unit, and the emission that it came from."""
-    sources: dict[str, tuple[str, Optional[cutlass_api.Emission]]] = {}
+    sources: Sources = {}
     gemms = [u for u in units if u.spec is not None]
     try:
         requests = list(dict.fromkeys(u.request() for u in gemms))
@@ -230,6 +235,34 @@ def _emit(units: Sequence[Unit], toolchain: Toolchain) -> dict[str, tuple[str, O
         if unit.spec is None:
             sources[unit.name] = (_HERE / "kernels" / f"{unit.name}.cu").read_text(), None
     return sources
+
+
+def _compile_all(
+    units: Sequence[Unit], sources: Sources, toolchain: Toolchain, out: Path, jobs: int, progress: Optional[Progress], strict: bool
+) -> tuple[list[KernelRecord], dict[str, str]]:
+    """Compile units in parallel. Returns their kernels' records, and why fused kernels were left out."""
+    records: list[KernelRecord] = []
+    left_out: dict[str, str] = {}
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        futures = {pool.submit(_compile, u, sources[u.name], toolchain, out): u for u in units}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                unit = futures[future]
+                try:
+                    records.extend(future.result())
+                except cubin.RegistersError as error:
+                    if strict or unit.family != "fused":
+                        raise
+                    left_out[unit.name] = str(error)
+                    # The source stays: it tells the next build that nothing has changed.
+                    _write(out / f"{unit.name}.cu", sources[unit.name][0].encode())
+                    (out / "cubins" / f"{unit.name}.cubin").unlink(missing_ok=True)
+                if progress:
+                    progress(unit.name, done, len(units))
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return records, left_out
 
 
 def _compile(unit: Unit, emitted: tuple[str, Optional[cutlass_api.Emission]], toolchain: Toolchain, out: Path) -> list[KernelRecord]:

@@ -67,9 +67,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
                 bar.update(task, description=name, completed=done, total=total)
 
             if options.check:
-                problems = build.check(specs, out, found, jobs=options.jobs, progress=progress)
+                problems = build.check(specs, out, found, jobs=options.jobs, progress=progress, strict=options.spec is None)
             else:
-                report = build.build(specs, out, found, jobs=options.jobs, progress=progress)
+                report = build.build(specs, out, found, jobs=options.jobs, progress=progress, strict=options.spec is None)
     except (BuildError, ChainError) as error:
         print(f"error: {error.args[0]}", file=sys.stderr)
         return 1
@@ -82,6 +82,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             print(f"drift: {problem}", file=sys.stderr)
         print(f"{out}: {'no drift' if not problems else f'{len(problems)} differences; run scripts/build_kernels.py'} ({seconds:.1f} s)")
         return 1 if problems else 0
+    for reason in report.left_out.values():
+        print(f"left out, a two-kernel plan serves its problems: {reason}")
     print(f"{out}: {len(report.built)} cubins built, {len(report.reused)} up to date ({seconds:.1f} s)")
     return 0
 

@@ -15,6 +15,10 @@ from ..errors import BuildError
 _EM_CUDA = 190
 
 
+class RegistersError(BuildError):
+    """A kernel does not fit its registers."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """ptxas's report of one entry point."""
@@ -33,7 +37,7 @@ def canonical(data: bytes) -> bytes:
 
 
 def ptxas_report(kernel: str, text: str) -> dict[str, Resources]:
-    """Resources by entry point. Raises BuildError on spills, local memory or serialised wgmmas."""
+    """Resources by entry point. Raises RegistersError on spills, local memory or serialised wgmmas, BuildError without a report."""
     found = {}
     for block in text.split("Compiling entry function '")[1:]:
         name = block.split("'", 1)[0]
@@ -42,12 +46,12 @@ def ptxas_report(kernel: str, text: str) -> dict[str, Resources]:
         if frame is None or used is None:
             raise BuildError(f"{kernel}: expected ptxas to report stack frame and registers of {name}, got: {block[:300]}")
         if any(int(n) for n in frame.groups()):
-            raise BuildError(f"{kernel}: {name} uses local memory ({frame[0]}); it must fit its registers")
+            raise RegistersError(f"{kernel}: {name} uses local memory ({frame[0]}); it must fit its registers")
         shared = re.search(r"(\d+) bytes smem", block)
         found[name] = Resources(int(used[1]), int(shared[1]) if shared else 0)
     warning = re.search(r"\(C75\d\d\)[^\n]*serialized[^\n]*", text)
     if warning:
-        raise BuildError(f"{kernel}: ptxas gave up on asynchronous wgmmas: {warning[0]}")
+        raise RegistersError(f"{kernel}: ptxas gave up on asynchronous wgmmas: {warning[0]}")
     if not found:
         raise BuildError(f"{kernel}: expected a ptxas report, got: {text[:300]}")
     return found

@@ -174,9 +174,11 @@ class _Normalizer:
                 return ast.Constant(float(eval(compile(expression, "<chain>", "eval"))))  # noqa: S307 (two numbers)
             except ZeroDivisionError:
                 self.fail(node, "a division of two numbers by zero")
-        if isinstance(op, ast.Div) and isinstance(right, ast.Constant) and _SAFE_DIVISOR[0] <= abs(right.value) <= _SAFE_DIVISOR[1]:
+        if isinstance(op, ast.Div) and isinstance(right, ast.Constant):
+            divisor = right.value
             # A division takes a dozen instructions an element; the reciprocal's rounding is of the order of an fp32 ulp.
-            return ast.BinOp(left, ast.Mult(), ast.Constant(1.0 / right.value))
+            if isinstance(divisor, float) and _SAFE_DIVISOR[0] <= abs(divisor) <= _SAFE_DIVISOR[1]:
+                return ast.BinOp(left, ast.Mult(), ast.Constant(1.0 / divisor))
         return ast.BinOp(left, op, right)
 
     def call(self, node: ast.Call) -> ast.expr:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from cutlass_ops.codegen.toolchain import Toolchain
 from cutlass_ops.errors import BuildError
 from cutlass_ops.manifest import Manifest
 
-from .conftest import TINY
+from .conftest import FUSED, TINY
 
 pytestmark = pytest.mark.usefixtures("only_f16")
 
@@ -37,23 +38,25 @@ built = pathlib.Path({built!r})
 name = sys.argv[-1].removesuffix(".cubin")
 calls = pathlib.Path({calls!r})
 calls.write_text(calls.read_text() + name + "\\n")
-real = name if (built / "cubins" / (name + ".cubin")).exists() else "tiny_f16"
+real = name if (built / "cubins" / (name + ".cubin")).exists() else name.replace("tinb", "tiny")
+spilled = 8 if name in pathlib.Path({spills!r}).read_text().split() else 0
 data = (built / "cubins" / (real + ".cubin")).read_bytes().replace(real.encode(), name.encode())
 pathlib.Path(name + ".cubin").write_bytes(data)
 for kernel in json.loads((built / "manifest.json").read_text())["kernels"]:
     if kernel["cubin"] == real + ".cubin":
         print("Compiling entry function '" + kernel["name"].replace(real, name) + "' for 'sm_90a'")
-        print("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads")
+        print(spilled, "bytes stack frame,", spilled, "bytes spill stores,", spilled, "bytes spill loads")
         print("Used", kernel["registers"], "registers")
 """
 
 
 @dataclass
 class Fake:
-    """A toolchain whose nvcc copies; `calls` are the kernels that it was asked to compile."""
+    """A toolchain whose nvcc copies; `calls` are the kernels that it was asked to compile, `spills` holds those that spill."""
 
     toolchain: Toolchain
     log: Path
+    spills: Path
 
     def take_calls(self):
         calls = self.log.read_text().split()
@@ -63,17 +66,19 @@ class Fake:
 
 @pytest.fixture
 def fake(built, toolchain, tmp_path):
-    home, log = tmp_path / "toolkit", tmp_path / "calls"
+    home, log, spills = (tmp_path / name for name in ("toolkit", "calls", "spills"))
     (home / "bin").mkdir(parents=True)
-    (home / "bin" / "nvcc").write_text(FAKE_NVCC.format(python=sys.executable, built=str(built.out), calls=str(log)))
+    text = FAKE_NVCC.format(python=sys.executable, built=str(built.out), calls=str(log), spills=str(spills))
+    (home / "bin" / "nvcc").write_text(text)
     (home / "bin" / "nvcc").chmod(0o755)
     (home / "bin" / "cuobjdump").symlink_to(toolchain.home / "bin" / "cuobjdump")
     log.touch()
-    return Fake(Toolchain(home, toolchain.version), log)
+    spills.touch()
+    return Fake(Toolchain(home, toolchain.version), log, spills)
 
 
-def run(fake, spec, out):
-    return build.build(cli.load_specs(spec), out, fake.toolchain, jobs=1)
+def run(fake, spec, out, strict=True):
+    return build.build(cli.load_specs(spec), out, fake.toolchain, jobs=1, strict=strict)
 
 
 @pytest.fixture
@@ -94,23 +99,29 @@ def hashes(folder):
 
 
 def test_a_build_gives_sealed_sources_cubins_and_a_manifest(built):
-    names = {"tiny_f16", *build.SHARED_KERNELS}
-    assert set(contents(built.out)) == {"manifest.json", "tiny_f16.cu", *(f"cubins/{n}.cubin" for n in names)}
-    assert source.is_sealed((built.out / "tiny_f16.cu").read_text())
-    record = next(k for k in built.manifest.kernels if k.name == "tiny_f16")
-    assert (record.family, record.operator, record.variant) == ("implicit_gemm", "tiny", ("f16",))
-    assert record.tile == (64, 8, 64)
-    assert set(record.vectors) == {"bias"}
-    assert set(record.scalars) == {"scale"}
-    assert record.hgmma > 0
+    names = {"tiny_f16", FUSED, *build.SHARED_KERNELS}
+    assert set(contents(built.out)) == {"manifest.json", "tiny_f16.cu", f"{FUSED}.cu", *(f"cubins/{n}.cubin" for n in names)}
+    records = {k.name: k for k in built.manifest.kernels}
+    gemm, fused = records["tiny_f16"], records[FUSED]
+    assert (gemm.family, gemm.variant, gemm.tile) == ("implicit_gemm", ("f16",), (64, 8, 64))
+    assert (fused.family, fused.variant, fused.tile) == ("fused", ("f16", "nhwc", "3x3", "aligned", "none"), (256, 64, 16))
+    assert (fused.epilogue_tile, fused.box_columns) == ((128, 64), 130)
+    for record in (gemm, fused):
+        assert source.is_sealed((built.out / f"{record.name}.cu").read_text())
+        assert record.operator == "tiny"
+        assert set(record.vectors) == {"bias"}
+        assert set(record.scalars) == {"scale"}
+        assert record.hgmma > 0
+    assert {"pack_f32_f16", "pack_f16_f16", "pack_bf16_bf16"} <= set(records)
     for kernel in built.manifest.kernels:
         assert kernel.sha256 == hashlib.sha256((built.out / "cubins" / kernel.cubin).read_bytes()).hexdigest()
 
 
 KILLABLE = """
 import sys
-from cutlass_ops.codegen import cli, cutlass_api
+from cutlass_ops.codegen import cli, cutlass_api, source
 cutlass_api.OPERANDS = {"f16": cutlass_api.OPERANDS["f16"]}
+source.FUSED_VARIANTS = tuple(v for v in source.FUSED_VARIANTS if v.name == "fused_f16_nhwc_c16_3x3")
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -142,7 +153,7 @@ def test_a_killed_build_is_completed_and_equals_one_in_another_folder(built, rep
 
 def test_the_fake_compilers_build_is_the_real_one(fake, built, tmp_path):
     run(fake, built.spec, tmp_path / "new")
-    assert fake.take_calls() == sorted(["tiny_f16", *build.SHARED_KERNELS])
+    assert fake.take_calls() == sorted(["tiny_f16", FUSED, *build.SHARED_KERNELS])
     assert hashes(tmp_path / "new") == hashes(built.out)
 
 
@@ -150,7 +161,7 @@ def test_a_second_build_does_nothing(ready, fake, built):
     before = {p: p.stat().st_mtime_ns for p in ready.rglob("*") if p.is_file()}
     report = run(fake, built.spec, ready)
     assert report.built == ()
-    assert set(report.reused) == {"tiny_f16", *build.SHARED_KERNELS}
+    assert set(report.reused) == {"tiny_f16", FUSED, *build.SHARED_KERNELS}
     assert fake.take_calls() == []
     assert {p: p.stat().st_mtime_ns for p in ready.rglob("*") if p.is_file()} == before
 
@@ -160,12 +171,13 @@ TWO = TINY + TINY.split("\n\n", 1)[1].replace("def tiny(", "def tinb(")
 
 def test_a_changed_spec_rebuilds_only_itself(ready, fake, tmp_path):
     specs = tmp_path / "two.py"
+    other = FUSED.replace("tiny", "tinb")
     specs.write_text(TWO)
-    assert run(fake, specs, ready).built == ("tinb_f16",)
-    assert fake.take_calls() == ["tinb_f16"]
+    assert run(fake, specs, ready).built == ("tinb_f16", other)
+    assert fake.take_calls() == sorted(["tinb_f16", other])
     specs.write_text(TWO.replace("(accum + bias) * scale", "(accum - bias) * scale", 1))
-    assert run(fake, specs, ready).built == ("tiny_f16",)
-    assert fake.take_calls() == ["tiny_f16"]
+    assert run(fake, specs, ready).built == ("tiny_f16", FUSED)
+    assert fake.take_calls() == sorted(["tiny_f16", FUSED])
     assert "cutlass::minus" in (ready / "tiny_f16.cu").read_text()
     assert "cutlass::minus" not in (ready / "tinb_f16.cu").read_text()
 
@@ -176,7 +188,8 @@ def test_tile_names_and_chain_are_part_of_a_kernels_key(built, tmp_path, change)
     text = TINY.replace(*change).replace("* scale", "* factor") if "factor" in change[1] else TINY.replace(*change)
     specs.write_text(text)
     keys = [{u.name: u.key for u in build.plan_units(cli.load_specs(s))} for s in (built.spec, specs)]
-    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"tiny_f16"}
+    # A fused kernel has a tile of its own.
+    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"tiny_f16", *([] if "Tile" in change[0] else [FUSED])}
 
 
 def test_another_compiler_builds_everything_again(ready, fake, built):
@@ -217,11 +230,22 @@ def test_a_build_leaves_a_users_files_alone_and_removes_its_own_leftovers(ready,
     ("name", "message"),
     [("pool_avg", "got 'pool_avg'"), ("tiny_fused", "got tiny_fused_f16.cubin for two of them"), ("tiny", "got 'tiny' twice")],
 )
-def test_names_that_meet_are_refused(built, name, message):
+def test_names_that_meet_are_refused(built, monkeypatch, name, message):
     (tiny,) = cli.load_specs(built.spec)
-    pooled = dataclasses.replace(tiny, pool=AvgPool2d(2))  # has a kernel tiny_fused_f16
+    monkeypatch.setattr(source.FusedVariant, "name", "fused_f16")  # as short as an implicit GEMM's
     with pytest.raises(BuildError, match=message):
-        build.plan_units([pooled, dataclasses.replace(tiny, name=name)])
+        build.plan_units([tiny, dataclasses.replace(tiny, name=name)])
+
+
+def test_every_operator_gets_every_fused_variant_and_its_pool_is_part_of_the_key(built, monkeypatch):
+    (tiny,) = cli.load_specs(built.spec)
+    monkeypatch.setattr(source, "FUSED_VARIANTS", source._variants())
+    plain, pooled = ({u.name: u for u in build.plan_units([s])} for s in (tiny, dataclasses.replace(tiny, pool=AvgPool2d(2))))
+    fused = [name for name, unit in plain.items() if unit.family == "fused"]
+    assert len(fused) == 16
+    assert FUSED in fused
+    assert all(plain[name].key != pooled[name].key for name in fused)
+    assert {(plain[name].pool, pooled[name].pool) for name in fused} == {("none", "avg")}
 
 
 @pytest.mark.parametrize("name", ["tiny_f16.cu", "cubins/tiny_f16.cubin", "cubins/pool.cubin"])
@@ -249,6 +273,65 @@ def test_a_kernel_without_tensor_core_instructions_is_refused(fake, built, tmp_p
         run(fake, built.spec, tmp_path / "out")
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert not (tmp_path / "out" / "tiny_f16.cu").exists()
+
+
+# ---- kernels that do not fit their registers ---------------------------------------------------------------------
+
+
+SPILL = f"{FUSED}: {FUSED} uses local memory \\(8 bytes stack frame"
+
+
+def test_a_fused_kernel_that_spills_is_left_out_and_named_until_it_changes(ready, fake, built, capsys, monkeypatch):
+    before = hashes(ready)
+    changed = built.spec.parent / f"{ready.parent.name}.py"
+    changed.write_text(TINY.replace("accum + bias", "accum - bias"))
+    fake.spills.write_text(FUSED)
+    report = run(fake, changed, ready, strict=False)
+    assert report.built == ("tiny_f16",)
+    assert list(report.left_out) == [FUSED]
+    assert re.match(SPILL, report.left_out[FUSED])
+    assert not (ready / "cubins" / f"{FUSED}.cubin").exists()
+    names = {k.name for k in Manifest.load(ready / "manifest.json").kernels}
+    assert "tiny_f16" in names
+    assert FUSED not in names
+    fake.take_calls()
+    again = run(fake, changed, ready, strict=False)
+    assert (again.built, again.left_out, fake.take_calls()) == ((), report.left_out, [])
+    assert FUSED not in again.reused
+    assert build.check(cli.load_specs(changed), ready, fake.toolchain, strict=False) == []
+    monkeypatch.setattr("cutlass_ops.codegen.toolchain.find", lambda nvcc: fake.toolchain)
+    assert cli.main(["--spec", str(changed), "--out", str(ready)]) == 0
+    assert f"left out, a two-kernel plan serves its problems: {report.left_out[FUSED]}" in capsys.readouterr().out
+    fake.spills.write_text("")
+    assert run(fake, built.spec, ready, strict=False).left_out == {}
+    assert hashes(ready) == before
+
+
+def test_a_kernel_that_spills_fails_a_strict_build_also_after_one_that_left_it_out(fake, built, tmp_path):
+    fake.spills.write_text(FUSED)
+    with pytest.raises(BuildError, match=SPILL):
+        run(fake, built.spec, tmp_path / "out")
+    assert run(fake, built.spec, tmp_path / "out", strict=False).left_out
+    with pytest.raises(BuildError, match=SPILL):
+        run(fake, built.spec, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["tiny_f16", "pool"])
+def test_what_every_plan_needs_is_never_left_out(fake, built, tmp_path, name):
+    fake.spills.write_text(name)
+    with pytest.raises(BuildError, match=f"{name}: .* uses local memory"):
+        run(fake, built.spec, tmp_path / "out", strict=False)
+
+
+def test_the_shipped_operators_are_built_strictly_and_a_users_are_not(fake, built, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("cutlass_ops.codegen.toolchain.find", lambda nvcc: fake.toolchain)
+    monkeypatch.setattr(build, "build", lambda *_, strict, **__: asked.append(strict) or build.Report((), (), {}))
+    monkeypatch.setattr(build, "check", lambda *_, strict, **__: asked.append(strict) or [])
+    for own in ([], ["--spec", str(built.spec)]):
+        for mode in ([], ["--check"]):
+            assert cli.main([*own, *mode, "--out", str(tmp_path)]) == 0
+    assert asked == [True, True, False, False]
 
 
 # ---- drift -------------------------------------------------------------------------------------------------------

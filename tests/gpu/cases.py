@@ -33,24 +33,29 @@ POOL = {
     "count_include_pad": (True, False),
     "divisor_override": (None, 1, 5, -3),
 }
-#: What a fused kernel serves, if there is one: aligned rows of whole 16 bytes, NCHW results, 3 x 3 filters, a 2 x 2 pool.
-FUSED = {
+#: What the fused kernels serve: float32 and half precision NCHW, half precision channels_last; 3 x 3 filters and 1 x 1.
+#: Up to 16 input channels 3 x 3 filters have a kernel of their own; a CTA has 64 or 128 columns and 128 or 64 output channels.
+_FUSED = {
     "n": (1, 2, 3, 37),
     "h": (3, 4, 5, 17, 63),
-    "w": (4, 8, 64, 68, 132),
-    "c": (1, 3, 8, 12, 64),
     "k": (1, 7, 64, 130),
-    "filter": ((3, 3),),
     "stride": (1,),
-    "padding": (0, 1, 2, (0, 2)),
     "dilation": (1,),
-    "x_layout": ("contiguous",),
-    "weight_layout": ("contiguous", "transposed", "batch_inside"),
     "bias": (True, False),
-    "pool": (2,),
-    "count_include_pad": (True, False),
-    "divisor_override": (None, 4),
 }
+_PLANES = {"x_layout": ("contiguous",), "weight_layout": ("contiguous", "transposed", "batch_inside")}
+_PIXELS = {"x_layout": ("channels_last",), "weight_layout": ("channels_last", "contiguous", "transposed")}
+_3X3 = {"filter": ((3, 3),), "padding": (0, 1, 2, (0, 2), (3, 4), (1, 8))}
+_1X1 = {"filter": ((1, 1),), "padding": (0, (1, 0), (2, 4), (0, 8))}  # float32: whole 16 bytes
+FUSED = {
+    ("f32", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (4, 8, 64, 68, 132, 260), "c": (1, 3, 16, 17, 24, 64)},
+    ("f32", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (4, 64, 68, 132), "c": (1, 8, 17, 64)},
+    ("half", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (8, 64, 72, 136, 264), "c": (1, 3, 16, 17, 24, 64)},
+    ("half", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (8, 64, 72, 136), "c": (1, 8, 17, 64)},
+    ("half channels_last", "3x3"): _FUSED | _PIXELS | _3X3 | {"w": (3, 5, 64, 67, 131, 258), "c": (8, 16, 24, 64)},
+    ("half channels_last", "1x1"): _FUSED | _PIXELS | _1X1 | {"w": (3, 5, 64, 67, 131), "c": (8, 16, 24, 64)},
+}
+FUSED_POOL = {"pool": (2,), "count_include_pad": (True, False), "divisor_override": (None, 4)}
 MAX_FLOPS = 4e9  # keeps the float64 reference of a problem below some milliseconds
 _POOL_KEYS = tuple(POOL)
 
@@ -116,6 +121,12 @@ def pairwise(factors, count, seed):
         seen |= gain
         cases.append(best)
     return cases
+
+
+def fused_problems(pool, count, seed):
+    """`count` problems of each 3 x 3 kind of `FUSED` and two thirds as many of each 1 x 1 kind; `pool`: further factors."""
+    counts = {"3x3": count, "1x1": count * 2 // 3}
+    return {kind: pairwise(factors | pool, counts[kind[1]], seed) for kind, factors in FUSED.items()}
 
 
 def missing_values(factors, cases):

@@ -1,8 +1,11 @@
-"""What all GPU tests share: the one reason to skip them, unverified kernels allowed, the seed in the report."""
+"""What all GPU tests share: the reasons to skip them, unverified kernels allowed, the seed in the report."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from cutlass_ops.loader import ALLOW_UNVERIFIED
 from cutlass_ops.verification import missing_gpu
@@ -10,6 +13,7 @@ from cutlass_ops.verification import missing_gpu
 from .helpers import SEED, SEED_VARIABLE
 
 MISSING = missing_gpu()
+LARGE_BYTES = 100e9
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,6 +21,20 @@ def pytest_runtest_setup(item):
     """Before any fixture: the only place where a test of this folder is skipped."""
     if MISSING:
         pytest.skip(MISSING)
+    if item.get_closest_marker("large"):
+        found = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if found < LARGE_BYTES:
+            pytest.skip(f"needs a GPU with {LARGE_BYTES / 1e9:.0f} GB of memory, found {found / 1e9:.0f} GB")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what needs CUDA's headers where there are none: AOTInductor compiles against them, the operators do not."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not (Path(CUDA_HOME) / "include" / "cuda.h").exists():
+        left_out = [item for item in items if item.get_closest_marker("cuda_headers")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_collectionfinish(config):

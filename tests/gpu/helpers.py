@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import subprocess
+import sys
 import time
 import zlib
 from pathlib import Path
 
 import torch
 
+import cutlass_ops
 from cutlass_ops import DeviceFacts, accuracy, driver, use_plan
 from cutlass_ops.accuracy import uniform
-from cutlass_ops.loader import shipped_kernels
+from cutlass_ops.loader import ALLOW_UNVERIFIED, shipped_kernels
 from cutlass_ops.ops import kernel_set
 from cutlass_ops.verification import TEST_KERNELS
 
@@ -27,6 +30,9 @@ GENERAL_PLANS = {
     torch.float16: {"two-kernel-f16"},
     torch.bfloat16: {"two-kernel-bf16"},
 }
+#: The fused plan of a dtype, and the dtypes of the kinds of `cases.FUSED`.
+FUSED_PLANS = {torch.float32: "fused-f16", torch.float16: "fused-f16", torch.bfloat16: "fused-bf16"}
+FUSED_DTYPES = {"f32": DTYPES[:1], "half": DTYPES[1:], "half channels_last": DTYPES[1:]}
 
 
 def name_of(value):
@@ -141,6 +147,19 @@ def gradients(function, given):
     y = function(*leaves)
     y.backward(torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape))
     return [leaf.grad for leaf in leaves]
+
+
+# ---- other processes ---------------------------------------------------------------------------------------------
+
+
+def run_script(source):
+    """The last line that a fresh process prints; unverified kernels are allowed. Raises AssertionError with all of it if it fails."""
+    package = str(Path(cutlass_ops.__file__).parents[1])
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, ALLOW_UNVERIFIED: "1"}
+    run = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
+    return run.stdout.strip().splitlines()[-1]
 
 
 # ---- layouts -----------------------------------------------------------------------------------------------------

@@ -7,10 +7,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cutlass_ops import conv2d
+from cutlass_ops import conv2d, driver
 
-from .cases import CONVOLUTION, Case, missing_values, pairwise
-from .helpers import DEVICE, DTYPES, GENERAL_PLANS, call, expandable, generator, integers, lay_out, name_of, poisoned, reference64, serving
+from .cases import CONVOLUTION, FUSED, Case, fused_problems, missing_values, pairwise
+from .helpers import (
+    DTYPES,
+    FUSED_DTYPES,
+    FUSED_PLANS,
+    GENERAL_PLANS,
+    call,
+    expandable,
+    generator,
+    integers,
+    lay_out,
+    name_of,
+    poisoned,
+    reference64,
+    serving,
+)
 
 #: One problem more, of some thousand tiles: every CTA walks through many.
 MANY_TILES = Case(
@@ -18,24 +32,30 @@ MANY_TILES = Case(
     | {"x_layout": "contiguous", "weight_layout": "contiguous", "bias": True}
 )
 PROBLEMS = [*pairwise(CONVOLUTION, 60, seed=1), MANY_TILES]
+FUSED_PROBLEMS = fused_problems({}, 18, seed=9)
+#: Likewise for the fused kernels, whose CTAs walk through rows: of the batch's slices, or of the units that they take in turn.
+MANY_ROWS = Case(MANY_TILES.values | {"h": 66, "w": 72, "c": 24, "padding": 1})
+for _kind in FUSED:
+    _layout = "channels_last" if "channels_last" in _kind[0] else "contiguous"
+    _changes = {"x_layout": _layout, "filter": (int(_kind[1][0]),) * 2} | ({"padding": 0} if _kind[1] == "1x1" else {})
+    FUSED_PROBLEMS[_kind].append(Case(MANY_ROWS.values | _changes))
 
 
 def test_every_listed_value_occurs():
     assert missing_values(CONVOLUTION, PROBLEMS) == []
+    assert all(missing_values(FUSED[kind], cases) == [] for kind, cases in FUSED_PROBLEMS.items())
 
 
 def test_fresh_memory_is_poisoned():
     with poisoned():
-        floats = [torch.empty(1000, dtype=d, device=DEVICE) for d in DTYPES] + [torch.zeros(1, device=DEVICE).new_empty(1000)]
-        words = torch.empty(1000, dtype=torch.uint8, device=DEVICE)
+        floats = [driver.empty((1000,), (1,), d) for d in DTYPES]  # as results and workspaces are made
+        words = driver.empty((1000,), (1,), torch.uint8)
     assert all(t.isnan().all() for t in floats)
     assert (words == 0xFF).all()
 
 
-@pytest.fixture(scope="module", params=PROBLEMS, ids=name_of)
-def problem(request):
+def integer_problem(case):
     """Integers as fp32, and the result in float64: exact, since no sum exceeds 2^24."""
-    case = request.param
     random = generator("exact", case)
     x = expandable(integers(case.x_shape, -2, 2, random), case["x_layout"])
     weight = expandable(integers(case.weight_shape, -2, 2, random), case["weight_layout"])
@@ -45,21 +65,53 @@ def problem(request):
     return SimpleNamespace(case=case, x=x, weight=weight, bias=bias, expected=expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_conv2d_of_integers_is_exact(problem, dtype):
-    x = lay_out(problem.x.to(dtype), problem.case["x_layout"])
-    weight = lay_out(problem.weight.to(dtype), problem.case["weight_layout"])
+def assert_exact(problem, dtype, scale=None):
+    """Every plan that serves the problem gives its result to the last bit; returns their names. `scale`: of x and result, fp32."""
+    x, expected = problem.x.to(dtype), problem.expected.to(dtype)
+    if scale is not None:
+        x, expected = x * scale, expected * scale
+    x, weight = lay_out(x, problem.case["x_layout"]), lay_out(problem.weight.to(dtype), problem.case["weight_layout"])
     bias = None if problem.bias is None else problem.bias.to(dtype)
     arguments = problem.case.arguments | ({"precision": "tf32"} if dtype is torch.float32 else {})
     plans = serving(conv2d, x, weight, bias, **arguments)
     assert GENERAL_PLANS[dtype] <= set(plans)
-    expected = problem.expected.to(dtype)
     for plan in plans:
         y = call(plan, conv2d, x, weight, bias, **arguments)
         assert y.dtype is dtype
         assert y.shape == expected.shape
         wrong = int((y != expected).sum())
-        assert wrong == 0, f"{plan}: {wrong} of {y.numel()} elements differ, by up to {(y.double() - problem.expected).abs().max().item()}"
+        most = (y.double() - expected.double()).abs().max().item()
+        assert wrong == 0, f"{plan}: {wrong} of {y.numel()} elements differ, by up to {most}"
+    return plans
+
+
+@pytest.fixture(scope="module", params=PROBLEMS, ids=name_of)
+def problem(request):
+    return integer_problem(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_conv2d_of_integers_is_exact(problem, dtype):
+    assert_exact(problem, dtype)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for (kind, _), cases in FUSED_PROBLEMS.items() for case in cases for dtype in FUSED_DTYPES[kind]],
+    ids=name_of,
+)
+def test_conv2d_of_integers_is_exact_in_the_fused_kernels(case, dtype):
+    assert FUSED_PLANS[dtype] in assert_exact(integer_problem(case), dtype)
+
+
+@pytest.mark.parametrize("exponents", [(20,), (-30,), (100,), (-100,), (0, 20, -30, 17)], ids=str)
+@pytest.mark.parametrize("case", [cases[i] for (k, _), cases in FUSED_PROBLEMS.items() if k == "f32" for i in (0, 1, -1)], ids=name_of)
+def test_integers_that_fp16_cannot_hold_are_exact_in_the_fused_kernels(case, exponents):
+    """Times powers of two, image by image: the steps that are computed again are right to the last bit as well."""
+    problem = integer_problem(Case(case.values | {"bias": False}))
+    chosen = torch.tensor([exponents[i % len(exponents)] for i in range(case["n"])], device=problem.x.device)
+    scale = ((chosen + 127) << 23).to(torch.int32).view(torch.float32).view(-1, 1, 1, 1)
+    assert FUSED_PLANS[torch.float32] in assert_exact(problem, torch.float32, scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

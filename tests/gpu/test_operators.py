@@ -10,9 +10,11 @@ import torch
 import cutlass_ops
 from cutlass_ops import accuracy, reference
 
-from .cases import CONVOLUTION, FUSED, POOL, Case, missing_values, pairwise
+from .cases import CONVOLUTION, FUSED, FUSED_POOL, POOL, Case, fused_problems, missing_values, pairwise
 from .helpers import (
     DTYPES,
+    FUSED_DTYPES,
+    FUSED_PLANS,
     GENERAL_PLANS,
     SEED,
     activation,
@@ -21,7 +23,6 @@ from .helpers import (
     expandable,
     filters,
     generator,
-    kernels,
     lay_out,
     name_of,
     reference64,
@@ -35,12 +36,15 @@ PROBLEMS = {
     POOLED: pairwise(CONVOLUTION | POOL, 48, seed=2),
     **{op: pairwise(CONVOLUTION, 20, seed) for seed, op in enumerate(PLAIN, 3)},
 }
-FUSED_PROBLEMS = pairwise(FUSED, 20, seed=5)
+OPERATORS = (cutlass_ops.conv2d, POOLED, *PLAIN)
+FUSED_PROBLEMS = {op: fused_problems(FUSED_POOL if op is POOLED else {}, 15, seed) for seed, op in enumerate(OPERATORS, 5)}
 
 
 def test_every_listed_value_occurs():
     assert missing_values(CONVOLUTION | POOL, PROBLEMS[POOLED]) == []
-    assert missing_values(FUSED, FUSED_PROBLEMS) == []
+    for op in OPERATORS:
+        for kind, cases in FUSED_PROBLEMS[op].items():
+            assert missing_values(FUSED[kind] | (FUSED_POOL if op is POOLED else {}), cases) == []
     for op in PLAIN:
         assert missing_values(CONVOLUTION, PROBLEMS[op]) == []
 
@@ -71,11 +75,19 @@ def test_operator_is_accurate(op, case, dtype):
     check(op, case, dtype)
 
 
-@pytest.mark.parametrize("case", FUSED_PROBLEMS, ids=name_of)
-def test_problems_of_the_fused_kernel_are_accurate(case):
-    plans = check(POOLED, case, torch.float32)
-    built = any(record.family == "fused" and record.operator == POOLED.spec.name for record in kernels().manifest.kernels)
-    assert any(plan.startswith("fused") for plan in plans) == built
+@pytest.mark.parametrize(
+    ("op", "case", "dtype"),
+    [
+        (op, case, dtype)
+        for op, problems in FUSED_PROBLEMS.items()
+        for (kind, _), cases in problems.items()
+        for case in cases
+        for dtype in FUSED_DTYPES[kind]
+    ],
+    ids=name_of,
+)
+def test_problems_of_the_fused_kernels_are_accurate(op, case, dtype):
+    assert FUSED_PLANS[dtype] in check(op, case, dtype)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from .helpers import DEVICE, activation, assert_same_bits, call, filters, genera
 TF32 = "two-kernel-tf32"
 GUARDED = "two-kernel-f16-guarded"  # the other plans with fp16 operands are of fused kernels
 X, WEIGHT = (3, 24, 18, 20), (40, 24, 3, 3)
+#: Problems of the other fused kernels of fp32 tensors; padding 1 has one of its own.
+OTHERS = {"few channels": ((3, 12, 18, 20), (40, 12, 3, 3), 0), "1 x 1": (X, (40, 24, 1, 1), 0), "padded": (X, WEIGHT, 1)}
 CENTRE, CORNERS = (1, 11, 9, 10), ((0, 0, 0, 0), (-1, -1, -1, -1), (0, -1, -1, 0), (-1, 0, 0, -1))
 each_operator = pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpool], ids=name_of)
 
@@ -96,10 +98,10 @@ FITTING_WEIGHT = {
 }
 
 
-def inputs(op, key, change_x=None, change_weight=None):
+def inputs(op, key, change_x=None, change_weight=None, shapes=(X, WEIGHT)):
     """x and weight (no bias, which could hide small results), changed; and the guarded plans that serve them."""
     random = generator(op.spec.name, key)
-    x, weight = activation(X, torch.float32, random), filters(WEIGHT, torch.float32, random)
+    x, weight = (make(shape, torch.float32, random) for make, shape in zip((activation, filters), shapes))
     x, weight = change_x(x) if change_x else x, change_weight(weight) if change_weight else weight
     tensors = [x, weight]
     plans = guarded(op, tensors)
@@ -112,10 +114,10 @@ def guarded(op, tensors):
     return [plan for plan in serving(op, *tensors, precision="tf32") if plan != TF32]
 
 
-def assert_accurate(op, tensors, plans):
-    criterion = accuracy.Criterion(op, *tensors)
+def assert_accurate(op, tensors, plans, **arguments):
+    criterion = accuracy.Criterion(op, *tensors, **arguments)
     for plan in plans:
-        found = criterion.judge(call(plan, op, *tensors, precision="tf32"))
+        found = criterion.judge(call(plan, op, *tensors, precision="tf32", **arguments))
         assert found.passed, f"{plan}: {found}"
 
 
@@ -126,6 +128,16 @@ def test_x_that_does_not_fit_is_served_by_tf32_operands(op, change):
     tensors, plans = inputs(op, change, change_x=MISFITTING_X[change])
     assert_same_bits(call(GUARDED, op, *tensors, precision="tf32"), call(TF32, op, *tensors, precision="tf32"))
     assert_accurate(op, tensors, [*plans, TF32])
+
+
+@each_operator
+@pytest.mark.parametrize("problem", OTHERS)
+@pytest.mark.parametrize("change", MISFITTING_X)
+def test_each_fused_kernel_computes_what_does_not_fit_again(op, problem, change):
+    *shapes, padding = OTHERS[problem]
+    tensors, _ = inputs(op, (change, problem), change_x=MISFITTING_X[change], shapes=shapes)
+    assert "fused-f16" in serving(op, *tensors, precision="tf32", padding=padding)
+    assert_accurate(op, tensors, ["fused-f16"], padding=padding)
 
 
 @each_operator

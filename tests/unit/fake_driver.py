@@ -17,6 +17,17 @@ H200 = DeviceFacts("H200", (9, 0), 132)
 STREAM = 77
 
 
+ERRORS = {
+    2: ("OUT_OF_MEMORY", "out of memory"),
+    46: ("DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"),
+    100: ("NO_DEVICE", "no CUDA-capable device is detected"),
+    200: ("INVALID_IMAGE", "device kernel image is invalid"),
+    209: ("NO_BINARY_FOR_GPU", "no kernel image is available"),
+    500: ("NOT_FOUND", "named symbol not found"),
+    719: ("LAUNCH_FAILED", "unspecified launch failure"),
+}
+
+
 class _Names:
     """An enumeration whose members are their own names."""
 
@@ -48,6 +59,7 @@ class FakeDriver:
     """`params_sizes`: size of the parameter by kernel name; `failures`: call -> status that it returns from now on."""
 
     cuuint64_t = cuuint32_t = int
+    version = 13000
 
     def __init__(self, params_sizes: dict[str, int]) -> None:
         self.params_sizes = params_sizes
@@ -55,10 +67,11 @@ class FakeDriver:
         self.loaded: list[str] = []  # sha256 of the images that were loaded
         self.work: list[Any] = []  # launches and cleared words in order
         self.maps: dict[bytes, tuple[str, tuple[Any, ...]]] = {}  # descriptor -> call and arguments that made it
+        self.capture_mode = "CU_STREAM_CAPTURE_MODE_GLOBAL"  # of the thread
         self.limits: dict[str, int] = {}  # dynamic shared memory allowed, by kernel
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("CUtensorMap", "CUfunction")) or name in ("CUresult", "CUlaunchAttributeID"):
+        if name.startswith(("CUtensorMap", "CUfunction", "CUstream")) or name in ("CUresult", "CUlaunchAttributeID"):
             return _Names()
         if name in ("CUlaunchConfig", "CUlaunchAttribute"):
             return lambda: SimpleNamespace(value=SimpleNamespace())
@@ -72,15 +85,23 @@ class FakeDriver:
         return (0, *getattr(self, f"_{name}", lambda *_: (f"handle of {name}",))(*arguments))
 
     def _cuGetErrorName(self, status: int) -> tuple[bytes]:  # noqa: N802 (the driver's names)
-        return ({209: b"CUDA_ERROR_NO_BINARY_FOR_GPU", 719: b"CUDA_ERROR_LAUNCH_FAILED"}[status],)
+        return (f"CUDA_ERROR_{ERRORS[status][0]}".encode(),)
 
     def _cuGetErrorString(self, status: int) -> tuple[bytes]:  # noqa: N802
-        return ({209: b"no kernel image is available", 719: b"unspecified launch failure"}[status],)
+        return (ERRORS[status][1].encode(),)
+
+    def _cuInit(self, flags: int) -> tuple[()]:  # noqa: N802
+        return ()
 
     def _cuDriverGetVersion(self) -> tuple[int]:  # noqa: N802
-        return (12080,)
+        return (self.version,)
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[str]:  # noqa: N802
+        before, self.capture_mode = self.capture_mode, mode
+        return (before,)
 
     def _cuLibraryLoadData(self, image: bytes, *_: Any) -> tuple[str]:  # noqa: N802
+        assert self.capture_mode == "CU_STREAM_CAPTURE_MODE_RELAXED"
         self.loaded.append(hashlib.sha256(image).hexdigest())
         return (self.loaded[-1],)
 
@@ -130,31 +151,36 @@ class FakeDriver:
         return self._cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, pointers, extra)
 
 
-class FakeTorch:
-    """torch, but for what needs a GPU: device tensors are made on the CPU, and kept."""
+class FakeMemory:
+    """A device's memory: its tensors are made on the CPU, and kept."""
 
     def __init__(self) -> None:
         self.made: list[torch.Tensor] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def device(self, *_: Any) -> torch.device:
-        return torch.device("cpu")
-
-    def empty(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        self.made.append(torch.empty(*arguments, **keywords))
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.made.append(torch.empty_strided(shape, strides, dtype=dtype))
         return self.made[-1]
 
 
-def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeTorch:
+def install_whole(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeMemory:
+    """As `install`, and calls of an operator take the GPU's path by themselves."""
+
+    def is_plain(*tensors: Any) -> bool:
+        x, weight, vectors = tensors
+        return all(type(t) is torch.Tensor for t in (x, weight, *(v for v in vectors if v is not None)))
+
+    patch.setattr(ops, "is_plain", is_plain)
+    return install(patch, fake)
+
+
+def install(patch: pytest.MonkeyPatch, fake: FakeDriver) -> FakeMemory:
     """Let the package take CPU tensors for tensors of an H200 with this driver."""
-    fake_torch = FakeTorch()
+    memory = FakeMemory()
     patch.setenv("CUTLASS_OPS_ALLOW_UNVERIFIED", "1")
     patch.setattr(driver, "api", lambda: fake)
     patch.setattr(driver, "current_stream", lambda device: STREAM)
-    patch.setattr(launch, "torch", fake_torch)
+    patch.setattr(driver, "empty", memory.empty)
     patch.setattr(ops, "_thread", type(ops._thread)())  # no call that was prepared with another driver
     for module in (launch, loader, ops):
         patch.setattr(module, "device_facts", lambda device: H200)
-    return fake_torch
+    return memory

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import json
+from pathlib import Path
 
+from cutlass_ops.fused import PackParams
 from cutlass_ops.launch import ConvertParams, PoolParams
-from cutlass_ops.manifest import KernelRecord
+from cutlass_ops.manifest import KernelRecord, Manifest
 from cutlass_ops.problem import PoolArguments, Problem
 
 FIELDS = {"activation": 0, "filter": 128, "output": 256, "guard": 384, "guard_value": 392}
@@ -53,11 +56,59 @@ def gemm_record(operator: str, operand: str, **changes) -> KernelRecord:
     return record(f"{operator}_{operand}", "implicit_gemm", (operand,), **values | changes)
 
 
-def all_records(operator: str) -> tuple[KernelRecord, ...]:
-    """Every kernel that an operator can need."""
+FUSED_FIELDS = {"input": 0, "weights": 152, "scales": 160, "output": 168, "pool_scale": 176}
+FUSED_NUMBERS = ("n", "k", "out_h", "out_w", "steps", "unit", "units_of_image", "jump_images", "jump_steps")
+FUSED_NUMBERS += ("padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes")
+FUSED_FIELDS |= {name: 180 + 4 * i for i, name in enumerate(FUSED_NUMBERS)}
+
+#: Type of x, layout, input channels, filter, aligned or shifted -> columns of a TMA load.
+FUSED = {
+    ("f32", "nchw", 64, "3x3", "aligned"): 68,
+    ("f32", "nchw", 64, "3x3", "shifted"): 76,
+    ("f32", "nchw", 16, "3x3", "shifted"): 144,
+    ("f32", "nchw", 64, "1x1", "aligned"): 68,
+    **{(t, "nchw", 64, "3x3", "shifted"): 80 for t in ("f16", "bf16")},
+    **{(t, "nchw", 16, "3x3", "shifted"): 144 for t in ("f16", "bf16")},
+    **{(t, "nchw", 64, "1x1", "shifted"): 72 for t in ("f16", "bf16")},
+    **{(t, "nhwc", 64, "3x3", "aligned"): 66 for t in ("f16", "bf16")},
+    **{(t, "nhwc", 16, "3x3", "aligned"): 130 for t in ("f16", "bf16")},
+    **{(t, "nhwc", 64, "1x1", "aligned"): 64 for t in ("f16", "bf16")},
+}
+
+
+def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
+    """The fused kernels of an operator with the chain of `gemm_record`; `pool` is "none", "avg" or "max"."""
+    found = []
+    for (element, layout, channels, size, alignment), columns in FUSED.items():
+        strip, outputs = (64, 128) if channels == 64 else (128, 64)
+        values = {
+            "operator": operator,
+            "threads": 384,
+            "shared_memory": 200_000,
+            "params_size": 256,
+            "hgmma": 72,
+            "tile": (2 * strip, outputs, channels),
+            "stages": 4 if layout == "nchw" else 8,
+            "epilogue_tile": (strip if pool == "none" else strip // 2, outputs),
+            "box_columns": columns,
+            "fields": FUSED_FIELDS,
+            "vectors": {"bias": 128, "v": 136},
+            "scalars": {"scale": 144},
+            "constants": ((148, 0.25),),
+        }
+        name = f"{operator}_fused_{element}_{layout}_c{channels}_{size}{'_shifted' if alignment == 'shifted' else ''}"
+        found.append(record(name, "fused", (element, layout, size, alignment, pool), **values))
+    return tuple(found)
+
+
+def all_records(operator: str, pool: str = "avg") -> tuple[KernelRecord, ...]:
+    """Every kernel that an operator can need; `pool`: the kind of its own, or "none"."""
     converts = [("f32", "f16"), ("f32", "tf32"), ("f16", "f16"), ("bf16", "bf16")]
+    packs = [("f32", "f16"), ("f16", "f16"), ("bf16", "bf16")]
     return (
         *(gemm_record(operator, operand) for operand in ("f16", "bf16", "tf32")),
+        *fused_records(operator, pool),
+        *(record(f"pack_{a}_{b}", "pack", (a, b), cubin="pack.cubin", params_size=ctypes.sizeof(PackParams)) for a, b in packs),
         *(
             record(f"convert_{a}_{b}", "convert", (a, b), cubin="convert.cubin", params_size=ctypes.sizeof(ConvertParams))
             for a, b in converts
@@ -68,6 +119,18 @@ def all_records(operator: str) -> tuple[KernelRecord, ...]:
             for t in ("f32", "f16", "bf16")
         ),
     )
+
+
+def write_folder(folder: Path, operator: str, pool: str = "avg") -> tuple[KernelRecord, ...]:
+    """A folder of kernels for an operator, as the loader reads it; cubins are their own names. All are verified."""
+    images = {r.cubin: r.cubin.encode() for r in all_records(operator, pool)}
+    records = tuple(dataclasses.replace(r, sha256=hashlib.sha256(images[r.cubin]).hexdigest()) for r in all_records(operator, pool))
+    (folder / "cubins").mkdir(parents=True)
+    for cubin, data in images.items():
+        (folder / "cubins" / cubin).write_bytes(data)
+    (folder / "manifest.json").write_text(Manifest(records, {}).dumps())
+    (folder / "gpu_checks.json").write_text(json.dumps({"cubins": {r.sha256: {"passed": True} for r in records}}))
+    return records
 
 
 LARGE = Problem(
@@ -87,5 +150,11 @@ LARGE = Problem(
 
 
 def problem(**changes) -> Problem:
-    """KernelBench-sized problem, with changes."""
-    return dataclasses.replace(LARGE, **changes)
+    """KernelBench-sized problem, with changes; x and weight are dense in the problem's layout unless their strides are given."""
+    made = dataclasses.replace(LARGE, **changes)
+    for name in ("x", "weight"):
+        if f"{name}_strides" not in changes:
+            _, c, h, w = getattr(made, f"{name}_shape")
+            strides = (c * h * w, 1, c * w, c) if made.channels_last else (c * h * w, h * w, w, 1)
+            made = dataclasses.replace(made, **{f"{name}_strides": strides})
+    return made

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cutlass_ops import FusedConv2d
-from cutlass_ops.benchmark import accuracy, adapter, measure, report, rows
+from cutlass_ops.benchmark import accuracy, measure, report, rows
 from cutlass_ops.benchmark.cases import (
     CASES,
     CUDA_GRAPHS,
@@ -25,11 +25,6 @@ from cutlass_ops.benchmark.cases import (
 )
 from cutlass_ops.benchmark.cli import command_line, main, output_folder, parse
 from cutlass_ops.benchmark.run import OPERATORS, accuracy_row, why_refused
-from cutlass_ops.problem import PoolArguments
-from cutlass_ops.selection import PLAN_NAMES, PYTORCH
-
-from .fake_driver import H200
-from .records import all_records, record
 
 LIMITS = {"copy_gbps": 4000.0, "fp16_tflops": 800.0, "tf32_tflops": 400.0}
 FLOPS, BYTES = 400_000_000_000, 1_000_000_000
@@ -104,8 +99,11 @@ def test_a_full_run_starts_with_the_main_input_and_covers_batches_dtypes_and_lay
     kinds = {(g.dtype, g.channels_last) for g in found if g.case is MAIN}
     half = {(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)}
     assert kinds == {(torch.float32, False), (torch.float32, True)} | half
-    assert [g.case.problem for g in found if g.case is not MAIN] == [57, 31]
-    assert all(MAX_AUTOTUNE in g.modes for g in found if g.case is not MAIN)
+    for case in CASES.values():
+        own = [g for g in found if g.case is case and g.batch == case.batch]
+        assert {(g.dtype, g.channels_last) for g in own} >= {(torch.float32, False)} | half
+        assert [MAX_AUTOTUNE in g.modes for g in own] == [g.dtype is torch.float32 and not g.channels_last for g in own]
+    assert [g.case.problem for g in found if g.case is not MAIN] == [57] * 4 + [31] * 4
     assert len(set(found)) == len(found)
 
 
@@ -137,76 +135,6 @@ def test_output_elements_are_those_of_the_models():
 def test_the_module_loads_the_models_state():
     module = FusedConv2d(OPERATORS[MAIN.operator], 8, 8, 3)
     module.load_state_dict(MAIN.model(8, 8).state_dict())
-
-
-# ---- plans ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_h200(monkeypatch):
-    """Selection as on an H200 with every kernel built and verified."""
-
-    class Kernels:
-        records = {r.name: r for r in all_records(MAIN.operator)}  # noqa: RUF012
-        verified = frozenset(r.sha256 for r in records.values())
-
-    monkeypatch.setattr(adapter, "device_facts", lambda device: H200)
-    monkeypatch.setattr(adapter, "kernel_set", lambda folder: Kernels)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "channels_last", "expected"),
-    [
-        (torch.float32, False, {"two-kernel-f16-guarded", "two-kernel-tf32"}),
-        (torch.float32, True, {"two-kernel-f16-guarded", "two-kernel-tf32"}),
-        (torch.float16, True, {"two-kernel-f16"}),
-        (torch.bfloat16, True, {"two-kernel-bf16"}),
-    ],
-)
-def test_selection_says_which_plans_serve_a_group(on_h200, dtype, channels_last, expected):
-    group = Group(MAIN, 128, dtype, channels_last)
-    with torch.device("meta"):
-        model, x = make_model(group, "meta"), make_input(group, "meta")
-    operator = OPERATORS[MAIN.operator]
-    problem = adapter.problem_of(operator, x, model.conv.weight, operator_arguments(MAIN, model))
-    assert problem.pool == PoolArguments("avg", (2, 2), (2, 2))
-    assert problem.channels_last == channels_last
-    serving, rejected = adapter.candidates(operator, problem, 0)
-    plans = [plan.name for plan in serving]
-    assert expected <= set(plans)
-    assert {*plans, *(r.name for r in rejected), PYTORCH} == set(PLAN_NAMES)
-    assert PYTORCH not in plans
-    assert adapter.selection(operator, problem, 0).plan.name in plans
-
-
-def test_the_tf32_fallback_of_a_guarded_plan_is_idle_and_has_its_bytes(on_h200):
-    group = Group(MAIN, 128)
-    with torch.device("meta"):
-        model, x = make_model(group, "meta"), make_input(group, "meta")
-    operator = OPERATORS[MAIN.operator]
-    problem = adapter.problem_of(operator, x, model.conv.weight, {})
-    records = adapter.kernel_set(operator.kernels).records
-    idle = {}
-    for plan in adapter.candidates(operator, problem, 0)[0]:
-        chosen = [records[name] for name in plan.kernels]
-        idle[plan.name] = [r.name for r, is_idle in zip(chosen, adapter.idle_launches(chosen)) if is_idle]
-    name = MAIN.operator
-    assert idle["two-kernel-f16-guarded"] == ["convert_f32_tf32", f"{name}_tf32"]
-    assert idle["two-kernel-tf32"] == []
-    fused = [record("pack_f32_f16", "pack", ("f32", "f16")), record("fused", "fused", ("f16", "avg"))]
-    fallback = [records[k] for k in ("convert_f32_tf32", f"{name}_tf32", "pool_avg_f32")]
-    assert adapter.idle_launches([*fused, *fallback]) == [False, False, True, True, True]
-    assert adapter.stage_bytes(fused[0], problem) == 0
-    assert adapter.stage_bytes(fused[1], problem) == group.minimum_bytes
-
-    def moved(kernel):
-        return adapter.stage_bytes(records[kernel], problem)
-
-    x_bytes, between, y_bytes = 128 * 64 * 128**2 * 4, 128 * 126**2 * 128 * 4, 128 * 128 * 63**2 * 4
-    assert moved("convert_f32_f16") == x_bytes * 3 // 2
-    assert moved("convert_f32_tf32") == x_bytes * 2
-    assert moved(f"{name}_f16") == x_bytes // 2 + between
-    assert moved("pool_avg_f32") == between + y_bytes
 
 
 # ---- protocol and figures ------------------------------------------------------------------------------------------------

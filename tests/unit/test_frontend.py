@@ -43,7 +43,7 @@ def evaluate_both(spec, seed=0):
     [
         ("conv2d", ["D = accum + in0"]),
         ("conv2d_sub_tanh_sub_avgpool", ["D = tanh(accum + in0 - in1) - in2"]),
-        ("conv2d_relu_hardswish", ["var0 = relu(accum + in0)", "D = var0 * minimum(maximum((var0 + 3.0) / 6.0, 0.0), 1.0)"]),
+        ("conv2d_relu_hardswish", ["var0 = relu(accum + in0)", f"D = var0 * minimum(maximum((var0 + 3.0) * {1 / 6}, 0.0), 1.0)"]),
         ("conv2d_min_add_mul", ["D = (minimum(accum + in1, in2) + in0) * in3"]),
     ],
 )
@@ -66,7 +66,12 @@ def test_inputs_keep_the_chains_order_names_and_kinds():
     [
         ("return accum", ["D = accum"]),
         ("return accum * (1 + 2 * 3)", ["D = accum * 7.0"]),
-        ("return accum / (1 / 4)", ["D = accum / 0.25"]),
+        ("return accum / (1 / 4)", ["D = accum * 4.0"]),
+        ("return accum / -2", ["D = accum * -0.5"]),
+        ("return 2 / accum", ["D = 2.0 / accum"]),
+        ("return accum / 1e38", ["D = accum / 1e+38"]),  # its reciprocal is no normal fp32 number
+        ("return accum / 1e-39", ["D = accum / 1e-39"]),
+        ("return accum / 0", ["D = accum / 0.0"]),
         ("return -accum", ["D = accum * -1.0"]),
         ("return +accum", ["D = accum"]),
         ("return accum + -3", ["D = accum + -3.0"]),
@@ -109,7 +114,15 @@ def test_an_argument_shadows_a_global_number(import_source):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_normalized_source_computes_the_shipped_chains(name):
-    torch.testing.assert_close(*evaluate_both(OPERATORS[name]), rtol=0, atol=0)
+    rounding = 2.0**-51 if name == "conv2d_relu_hardswish" else 0.0  # its division by 6 is a multiplication
+    torch.testing.assert_close(*evaluate_both(OPERATORS[name]), rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("divisor", [3.0, -7.0, 1e30, 1.1])
+def test_a_division_by_a_number_is_a_multiplication_within_two_roundings(import_source, divisor):
+    module = import_source(f"LIMIT = {divisor}\n@operator()\ndef f(accum):\n    return accum / LIMIT\n")
+    assert body(module.f) == [f"D = accum * {1 / divisor}"]
+    torch.testing.assert_close(*evaluate_both(module.f), rtol=2.0**-52, atol=0)
 
 
 # ---- random chains -----------------------------------------------------------------------------------------------
@@ -125,7 +138,9 @@ UNARY = sorted(name for name, count in chain.FUNCTIONS.items() if count == 1)
 def grow(tensor):
     value = tensor | numbers
     return st.one_of(
-        st.builds("({} {} {})".format, tensor, st.sampled_from("+-*/"), value),
+        st.builds("({} {} {})".format, tensor, st.sampled_from("+-*"), value),
+        # By these numbers a multiplication with the reciprocal is the same division.
+        st.builds("({} / {})".format, tensor, tensor | st.sampled_from(["0.5", "-2", "(-4 * 4)", "s"])),
         st.builds("({} {} {})".format, value, st.sampled_from("+-*/"), tensor),
         st.builds("(-{})".format, tensor),
         st.builds("{}({})".format, st.sampled_from(UNARY), tensor),

@@ -56,6 +56,10 @@ def test_the_builder_and_its_packages_are_not_imported(runs):
     assert not any(m.startswith(("cutlass_ops.codegen", "cutlass_ops.benchmark")) for m in runs[0]["modules"])
 
 
+def test_the_compiler_and_dtensor_are_not_imported(runs):
+    assert not any(m.startswith(("torch.distributed.tensor", "torch._inductor", "torch._functorch")) for m in runs[0]["modules"])
+
+
 def test_cuda_is_neither_initialised_nor_loaded(runs):
     assert not runs[0]["cuda"]
     assert not runs[0]["libcuda"]

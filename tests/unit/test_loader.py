@@ -53,6 +53,18 @@ def test_a_kernel_is_loaded_once_with_its_shared_memory_allowed(fake, folder):
     assert fake.limits == {"op_f16": 200_000}
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_loading_is_allowed_within_a_capture_and_a_failure_says_what_to_call_before(fake, folder, monkeypatch, capturing):
+    monkeypatch.setattr(driver, "is_capturing", lambda: capturing)
+    KernelSet(folder).get("op_f16", 0)
+    assert fake.capture_mode == "CU_STREAM_CAPTURE_MODE_GLOBAL"  # as it was
+    fake.failures["cuLibraryLoadData"] = 719
+    with pytest.raises(CudaError, match=r"cuLibraryLoadData failed: CUDA_ERROR_LAUNCH_FAILED") as caught:
+        KernelSet(folder).get("op_f16", 0)
+    assert ("call the operator once with tensors of this shape before" in str(caught.value)) == capturing
+    assert fake.capture_mode == "CU_STREAM_CAPTURE_MODE_GLOBAL"
+
+
 def test_kernels_of_one_cubin_share_its_library(fake, folder):
     kernels = KernelSet(folder)
     assert kernels.get("pool_avg_f32", 0).function == "pool_avg_f32"
@@ -126,9 +138,9 @@ def test_a_driver_error_names_call_error_and_description(fake, folder, call):
 
 
 def test_a_cubin_that_the_driver_is_too_old_for_says_so(fake, folder):
-    fake.failures["cuLibraryLoadData"] = 209
+    fake.failures["cuLibraryLoadData"], fake.version = 209, 12080
     with pytest.raises(
-        CudaError, match=r"NO_BINARY_FOR_GPU .*; the cubins need a driver for CUDA 13.0 \(580\) .*, this one is for CUDA 12.8"
+        CudaError, match=r"NO_BINARY_FOR_GPU .*; expected a driver for CUDA 13.0 \(580\) .*, got one for CUDA 12.8, and a GPU .*; reinstall"
     ):
         KernelSet(folder).get("op_f16", 0)
 

@@ -10,7 +10,7 @@ import pytest
 from cutlass_ops import OPERATORS, InstallationError
 from cutlass_ops.manifest import SCHEMA, KernelRecord, Manifest, read_checks, verified_hashes
 
-from .records import all_records, gemm_record, record
+from .records import FUSED_FIELDS, all_records, fused_records, gemm_record, record
 
 MANIFEST = Manifest(all_records("op"), {"nvcc": "13.0.88"}, {"op_f16": "key"})
 
@@ -41,11 +41,16 @@ def test_equal_builds_give_equal_bytes():
     assert shuffled.dumps() == MANIFEST.dumps()
 
 
-@pytest.mark.parametrize("kernel", [gemm_record("op", "f16"), record("pool_avg_f32", "pool", ("avg", "f32"))], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kernel",
+    [gemm_record("op", "f16"), fused_records("op", "none")[0], record("pool_avg_f32", "pool", ("avg", "f32"))],
+    ids=lambda k: k.name,
+)
 def test_a_record_survives_json_and_omits_defaults(kernel):
     data = json.loads(json.dumps(kernel.to_json()))
     assert KernelRecord.from_json(data) == kernel
-    assert ("tile" in data) == (kernel.family == "implicit_gemm")
+    assert ("tile" in data) == (kernel.family != "pool")
+    assert ("box_columns" in data) == (kernel.family == "fused")
 
 
 @pytest.mark.parametrize("schema", [SCHEMA + 1, SCHEMA - 1, str(SCHEMA), None])
@@ -130,7 +135,7 @@ def test_damaged_check_records_are_refused(tmp_path, text):
 # ---- the tracked manifest ----------------------------------------------------------------------------------------
 
 DESCRIPTORS = {"implicit_gemm": ("activation", "filter", "output"), "fused": ("input",)}
-POINTERS = {"implicit_gemm": ("guard",), "fused": ("weights", "scales", "output", "flag")}
+POINTERS = {"implicit_gemm": ("guard",), "fused": ("weights", "scales", "output")}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +161,22 @@ def test_the_tracked_manifest_has_every_operators_kernels(tracked):
     assert names >= {f"{name}_{operand}" for name in OPERATORS for operand in ("f16", "bf16", "tf32")}
     assert names >= {f"pool_{kind}_{t}" for kind in ("avg", "max") for t in ("f32", "f16", "bf16")}
     assert names >= {"convert_f32_f16", "convert_f32_tf32", "convert_f16_f16", "convert_bf16_bf16"}
+    assert names >= {"pack_f32_f16", "pack_f16_f16", "pack_bf16_bf16"}
     assert len(names) == len(tracked.kernels)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_tracked_fused_kernels_are_those_of_these_tests(tracked, name):
+    """Facts and fields that selection and launch go by, of every variant."""
+
+    def facts(kernels):
+        found = {k.name: (k.variant, k.threads, k.tile, k.stages, k.epilogue_tile, k.box_columns, set(k.fields)) for k in kernels}
+        assert all(fields == set(FUSED_FIELDS) for *_, fields in found.values())
+        return found
+
+    pool = OPERATORS[name].pool
+    ours = [k for k in tracked.kernels if k.family == "fused" and k.operator == name]
+    assert facts(ours) == facts(fused_records(name, pool.kind if pool else "none"))
 
 
 def test_the_tracked_manifest_is_in_canonical_form(tracked, repository):
@@ -175,10 +195,10 @@ def test_tracked_offsets_lie_inside_the_parameter_apart_and_aligned(tracked):
 
 def test_tracked_records_list_their_operators_arguments(tracked):
     for kernel in tracked.kernels:
-        if kernel.family == "implicit_gemm":
+        if kernel.operator:
             spec = OPERATORS[kernel.operator]
             assert set(kernel.vectors) == {a.name for a in spec.vectors}
             assert set(kernel.scalars) == {a.name for a in spec.scalars}
-            assert kernel.tile[:2] == (spec.tile.m, spec.tile.n)
+            assert kernel.family == "fused" or kernel.tile[:2] == (spec.tile.m, spec.tile.n)
             assert kernel.hgmma > 0
         assert kernel.architecture == "sm_90a"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from cutlass_ops import OPERATORS
@@ -171,18 +172,47 @@ def test_an_empty_batch_is_a_fitting_size():
     check_sizes(t(0, 3, 8, 8), t(4, 3, 3, 3), (1, 1), (0, 0), (1, 1), AVG)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (2, 3, 1, 1), (1, 1, 1, 1)])
+LAYOUTS = {
+    "contiguous": lambda v: v.contiguous(),
+    "channels_last": lambda v: v.contiguous(memory_format=torch.channels_last),
+    "channels_last strides": lambda v: torch.empty(v.shape, memory_format=torch.channels_last).copy_(v),
+    "window": lambda v: functional.pad(v, (1, 2, 1, 1, 0, 4))[:, : v.shape[1], 1:-1, 1:-2],
+    "window of channels_last": lambda v: functional.pad(v, (1, 2, 1, 1)).contiguous(memory_format=torch.channels_last)[:, :, 1:-1, 1:-2],
+    "some channels of channels_last": lambda v: functional.pad(v, (0, 0, 0, 0, 0, 4)).contiguous(memory_format=torch.channels_last)[
+        :, : v.shape[1]
+    ],
+    "transposed": lambda v: v.transpose(2, 3).contiguous().transpose(2, 3),
+    "batch inside": lambda v: v.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1),
+    "expanded": lambda v: v[:1].expand_as(v),
+}
+
+
+@pytest.mark.parametrize("x_layout", LAYOUTS)
+@pytest.mark.parametrize("weight_layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "formats", [("contiguous_format",) * 2, ("channels_last", "contiguous_format"), ("contiguous_format", "channels_last")]
+    ("x_shape", "weight_shape"),
+    [
+        ((2, 3, 7, 8), (4, 3, 3, 2)),
+        ((1, 3, 7, 8), (4, 3, 1, 1)),
+        ((2, 1, 7, 8), (4, 1, 3, 2)),
+        ((2, 3, 7, 8), (1, 3, 3, 2)),
+        ((2, 3, 7, 1), (4, 3, 3, 1)),
+        ((2, 3, 3, 2), (1, 3, 3, 2)),
+        ((0, 3, 7, 8), (4, 3, 3, 2)),
+    ],
 )
-def test_the_results_format_is_channels_last_where_either_input_is(shape, formats):
-    x = t(*shape).contiguous(memory_format=getattr(torch, formats[0]))
-    weight = t(6, shape[1], 1, 1).contiguous(memory_format=getattr(torch, formats[1]))
-    both = [not v.is_contiguous() and v.is_contiguous(memory_format=torch.channels_last) for v in (x, weight)]
-    assert result_channels_last(x, weight) == any(both)
+def test_the_results_format_is_that_of_pytorchs_conv2d(x_shape, weight_shape, x_layout, weight_layout):
+    x, weight = LAYOUTS[x_layout](t(*x_shape)), LAYOUTS[weight_layout](t(*weight_shape))
     y = functional.conv2d(x, weight)
-    if not y.is_contiguous():  # where PyTorch's result is channels_last, so is ours
-        assert result_channels_last(x, weight)
+    ours = torch.empty(y.shape, memory_format=torch.channels_last if result_channels_last(x, weight) else torch.contiguous_format)
+    assert ours.stride() == y.stride()
+
+
+def test_cudnn_computes_float64_as_nchw():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, weight = (torch.empty(2, 3, 4, 5, device="cuda", memory_format=torch.channels_last) for _ in range(2))
+    assert result_channels_last(x, weight)
+    assert not result_channels_last(x.double(), weight.double())
 
 
 # ---- precision ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ from .records import LARGE, all_records, problem
 
 RECORDS = all_records("op")
 ALL = frozenset(r.sha256 for r in RECORDS)
+TWO_KERNEL = tuple(r for r in RECORDS if r.family not in ("fused", "pack"))
 SMALL = {"x_shape": (1, 8, 16, 16), "weight_shape": (16, 8, 3, 3)}
+STRIDED = {"stride": (2, 2)}  # which no fused kernel serves
 
 
 def reasons(selection):
@@ -35,16 +37,20 @@ def test_every_plan_is_chosen_or_rejected_with_a_reason():
     ("changes", "plan", "kernels"),
     [
         (
-            {},
+            STRIDED,
             "two-kernel-f16-guarded",
             ("convert_f32_f16", "convert_f32_tf32", "op_f16", "op_tf32", "pool_avg_f32"),
         ),
-        (SMALL, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_avg_f32")),
-        ({"dtype": "f16", "precision": "f16"}, "two-kernel-f16", ("convert_f16_f16", "op_f16", "pool_avg_f16")),
-        ({"dtype": "bf16", "precision": "bf16"}, "two-kernel-bf16", ("convert_bf16_bf16", "op_bf16", "pool_avg_bf16")),
-        (SMALL | {"dtype": "f16", "precision": "f16"}, "two-kernel-f16", ("convert_f16_f16", "op_f16", "pool_avg_f16")),
+        (SMALL | STRIDED, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_avg_f32")),
+        (STRIDED | {"dtype": "f16", "precision": "f16"}, "two-kernel-f16", ("convert_f16_f16", "op_f16", "pool_avg_f16")),
+        (STRIDED | {"dtype": "bf16", "precision": "bf16"}, "two-kernel-bf16", ("convert_bf16_bf16", "op_bf16", "pool_avg_bf16")),
+        (SMALL | STRIDED | {"dtype": "f16", "precision": "f16"}, "two-kernel-f16", ("convert_f16_f16", "op_f16", "pool_avg_f16")),
         (SMALL | {"pool": PoolArguments("max", (2, 2), (2, 2))}, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_max_f32")),
         (SMALL | {"pool": None}, "two-kernel-tf32", ("convert_f32_tf32", "op_tf32", "pool_avg_f32")),
+        ({}, "fused-f16", ("pack_f32_f16", "op_fused_f32_nchw_c64_3x3")),
+        (SMALL, "fused-f16", ("pack_f32_f16", "op_fused_f32_nchw_c16_3x3_shifted")),
+        ({"dtype": "f16", "precision": "f16"}, "fused-f16", ("pack_f16_f16", "op_fused_f16_nchw_c64_3x3_shifted")),
+        ({"dtype": "bf16", "precision": "bf16"}, "fused-bf16", ("pack_bf16_bf16", "op_fused_bf16_nchw_c64_3x3_shifted")),
         ({"precision": "ieee"}, "pytorch", ()),
         ({"dtype": "f64", "precision": "f64"}, "pytorch", ()),
     ],
@@ -58,27 +64,39 @@ def test_the_plan_of_a_problem_with_verified_kernels(changes, plan, kernels):
 def test_unverified_kernels_are_rejected_with_the_remedy():
     selection = select(LARGE, H200, RECORDS, frozenset())
     assert selection.plan is None
-    reason = reasons(selection)["two-kernel-f16-guarded"]
-    assert reason.startswith("expected a record of a passed GPU check for convert_f32_f16, found none; run scripts/check_gpu.py")
-    assert "CUTLASS_OPS_ALLOW_UNVERIFIED=1" in reason
+    for plan, kernel in (("two-kernel-f16-guarded", "convert_f32_f16"), ("fused-f16", "pack_f32_f16")):
+        reason = reasons(selection)[plan]
+        assert reason.startswith(f"expected a record of a passed GPU check for {kernel}, found none; run scripts/check_gpu.py")
+        assert "CUTLASS_OPS_ALLOW_UNVERIFIED=1" in reason
 
 
 def test_one_unverified_kernel_is_enough_to_reject_a_plan():
-    (pool,) = (r for r in RECORDS if r.name == "pool_avg_f32")
-    selection = select(LARGE, H200, RECORDS, ALL - {pool.sha256})
+    hashes = {r.name: r.sha256 for r in RECORDS}
+    unverified = {hashes[name] for name in ("pool_avg_f32", "op_fused_f32_nchw_c64_3x3")}
+    selection = select(LARGE, H200, RECORDS, ALL - unverified)
     assert selection.plan is None
     assert "GPU check for pool_avg_f32" in reasons(selection)["two-kernel-f16-guarded"]
+    assert "GPU check for op_fused_f32_nchw_c64_3x3" in reasons(selection)["fused-f16"]
 
 
 def test_unverified_kernels_are_chosen_where_that_is_allowed():
-    assert select(LARGE, H200, RECORDS, frozenset(), allow_unverified=True).plan.name == "two-kernel-f16-guarded"
+    assert select(LARGE, H200, RECORDS, frozenset(), allow_unverified=True).plan.name == "fused-f16"
 
 
 def test_a_missing_kernel_rejects_the_plans_that_need_it():
-    records = [r for r in RECORDS if r.name != "op_f16"]
+    records = [r for r in RECORDS if r.name not in ("op_f16", "pack_f32_f16")]
     selection = select(LARGE, H200, records, ALL)
     assert selection.plan.name == "two-kernel-tf32"
     assert reasons(selection)["two-kernel-f16-guarded"] == "expected the kernel op_f16 in the manifest, found none"
+    assert reasons(selection)["fused-f16"] == "expected the kernel pack_f32_f16 in the manifest, found none"
+
+
+def test_an_operator_without_fused_kernels_takes_a_two_kernel_plan():
+    selection = select(LARGE, H200, TWO_KERNEL, ALL)
+    assert selection.plan.name == "two-kernel-f16-guarded"
+    assert reasons(selection)["fused-f16"] == "expected a fused kernel of op, found none"
+    others = all_records("another")
+    assert select(LARGE, H200, (*TWO_KERNEL, *others), ALL | {r.sha256 for r in others}).plan.name == "two-kernel-f16-guarded"
 
 
 def test_a_missing_kernel_is_never_replaced_by_pytorch():
@@ -106,7 +124,7 @@ def test_a_record_of_another_architecture_is_rejected():
 @pytest.mark.parametrize("name", PLAN_NAMES)
 def test_a_forced_plan_is_the_only_candidate(name):
     selection = select(LARGE, H200, RECORDS, ALL, force=name)
-    if name in ("two-kernel-f16-guarded", "two-kernel-tf32"):
+    if name in ("fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32"):
         assert selection.plan.name == name
         assert selection.rejected == ()
     else:
@@ -157,6 +175,94 @@ def test_the_first_problem_beyond_a_limit_is_rejected(changes, message):
 )
 def test_the_last_problem_within_a_limit_is_planned(changes):
     assert implicit_gemm_limit(problem(**ONE | changes)) is None
+
+
+# ---- the fused family --------------------------------------------------------------------------------------------
+
+HALF = {"dtype": "f16", "precision": "f16"}
+NHWC = HALF | {"channels_last": True}
+ONE_BY_ONE = {"weight_shape": (128, 64, 1, 1)}
+
+
+def few(channels):
+    return {"x_shape": (2, channels, 40, 64), "weight_shape": (24, channels, 3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"padding": (1, 1)}, "f32_nchw_c64_3x3_shifted"),
+        ({"padding": (1, 4)}, "f32_nchw_c64_3x3"),
+        ({"padding": (3, 0)}, "f32_nchw_c64_3x3"),
+        (few(16), "f32_nchw_c16_3x3_shifted"),
+        (few(1) | {"padding": (1, 1)}, "f32_nchw_c16_3x3_shifted"),
+        (few(17), "f32_nchw_c64_3x3"),
+        (ONE_BY_ONE, "f32_nchw_c64_1x1"),
+        (ONE_BY_ONE | {"padding": (1, 8)}, "f32_nchw_c64_1x1"),
+        (few(8) | {"weight_shape": (24, 8, 1, 1)}, "f32_nchw_c64_1x1"),
+        (HALF, "f16_nchw_c64_3x3_shifted"),
+        (HALF | few(3), "f16_nchw_c16_3x3_shifted"),
+        (HALF | ONE_BY_ONE | {"padding": (1, 3)}, "f16_nchw_c64_1x1_shifted"),
+        (NHWC | {"padding": (2, 1)}, "f16_nhwc_c64_3x3"),
+        (NHWC | few(8), "f16_nhwc_c16_3x3"),
+        (NHWC | ONE_BY_ONE, "f16_nhwc_c64_1x1"),
+        ({"weight_shape": (1, 64, 3, 3)}, "f32_nchw_c64_3x3"),
+        ({"weight_shape": (132 // 2 * 128, 64, 3, 3)}, "f32_nchw_c64_3x3"),
+        ({"pool": PoolArguments("avg", (2, 2), (2, 2), ceil_mode=True)}, "f32_nchw_c64_3x3"),
+        ({"pool": PoolArguments("avg", (2, 2), (2, 2), count_include_pad=False, divisor_override=4)}, "f32_nchw_c64_3x3"),
+    ],
+)
+def test_the_fused_kernel_of_a_problem(changes, kernel):
+    plan = select(problem(**changes), H200, RECORDS, ALL).plan
+    dtype = changes.get("dtype", "f32")
+    assert (plan.name, plan.kernels) == ("fused-f16", (f"pack_{dtype}_f16", f"op_fused_{kernel}"))
+
+
+@pytest.mark.parametrize("pool", ["none", "max"])
+def test_a_fused_kernel_serves_its_own_pool_alone(pool):
+    records = all_records("op", pool)
+    verified = frozenset(r.sha256 for r in records)
+    own = None if pool == "none" else PoolArguments(pool, (2, 2), (2, 2))
+    assert select(problem(pool=own), H200, records, verified).plan.name == "fused-f16"
+    assert reasons(select(LARGE, H200, records, verified))["fused-f16"] == f"expected pool {pool}, got avg"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_shape": (2, 65, 128, 128), "weight_shape": (8, 65, 3, 3)}, "expected at most 64 input channels, got 65"),
+        ({"x_shape": (2, 8, 130, 130), "weight_shape": (8, 8, 3, 3)}, "expected rows of whole 16 bytes for TMA, got 520 bytes"),
+        (HALF | {"x_shape": (2, 8, 132, 132), "weight_shape": (8, 8, 3, 3)}, "expected rows of whole 16 bytes for TMA, got 264 bytes"),
+        (NHWC | few(12), "expected pixels of whole 16 bytes for TMA, got 24 bytes"),
+        ({"aligned": False}, "expected rows of whole 16 bytes for TMA, got 512 bytes (aligned: False)"),
+        (ONE_BY_ONE | {"padding": (0, 1)}, "expected padding in multiples of 4 columns, got 1"),
+        ({"weight_shape": (8, 64, 5, 5)}, "expected a filter of 3 x 3, got 5 x 5"),
+        ({"weight_shape": (8, 64, 1, 3)}, "expected a filter of 3 x 3, got 1 x 3"),
+        ({"stride": (2, 1)}, "expected stride and dilation 1, got (2, 1), (1, 1)"),
+        ({"dilation": (1, 2)}, "expected stride and dilation 1, got (1, 1), (1, 2)"),
+        ({"channels_last": True}, "expected a dense contiguous (NCHW) input and result, got strides"),
+        ({"x_strides": (65 * 128 * 128, 128 * 128, 128, 1)}, "expected a dense contiguous (NCHW) input and result, got strides"),
+        ({"weight_shape": (132 // 2 * 128 + 1, 64, 3, 3)}, "expected at most 132 strips x channel blocks, got width 63, 8449 channels"),
+        (few(1) | {"x_shape": (2**15, 1, 2**17 + 2, 4)}, "expected at most 2147483647 result rows, got 32768 x 65536"),
+        (few(1) | {"x_shape": (1, 1, 2_098_180, 4096)}, "expected at most 2147483647 result pixels an image, got 1049089 x 2047"),
+        ({"pool": PoolArguments("avg", (3, 3), (2, 2))}, "expected a 2 x 2 pool with stride 2, got (3, 3) with stride (2, 2)"),
+        ({"pool": PoolArguments("avg", (2, 2), (2, 2), (1, 0))}, "expected a 2 x 2 pool with stride 2"),
+        ({"pool": PoolArguments("avg", (2, 2), (1, 1))}, "expected a 2 x 2 pool with stride 2, got (2, 2) with stride (1, 1)"),
+        (
+            {"pool": PoolArguments("avg", (2, 2), (2, 2), ceil_mode=True), "weight_shape": (8, 64, 3, 3), "padding": (1, 1)}
+            | {"x_shape": (2, 64, 127, 128)},
+            "expected whole pooling windows, got ceil_mode on an odd size",
+        ),
+        ({"pool": PoolArguments("avg", (2, 2), (2, 2), divisor_override=3)}, "expected the mean of 4 values, got divisor_override 3"),
+        ({"precision": "ieee"}, "expected tensors of f32 at tf32, f16 at f16, got f32 at ieee"),
+        ({"dtype": "bf16", "precision": "bf16"}, "expected tensors of f32 at tf32, f16 at f16, got bf16 at bf16"),
+    ],
+)
+def test_the_first_problem_beyond_the_fused_family_is_rejected(changes, message):
+    """With what the kernel of its dtype, layout and filter expects, not with what another one does."""
+    selection = select(problem(**changes), H200, RECORDS, ALL, force="fused-f16")
+    assert selection.plan is None
+    assert reasons(selection)["fused-f16"].startswith(message)
 
 
 # ---- explain -----------------------------------------------------------------------------------------------------

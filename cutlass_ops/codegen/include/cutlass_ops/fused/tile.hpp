@@ -154,5 +154,4 @@ struct Use {
   CUTLASS_DEVICE explicit Use(uint32_t n) : index(n % Stages), phase(n / Stages % 2) {}
 };
 
-
 }  // namespace cutlass_ops::fused

@@ -1,0 +1,1 @@
+"""Tests that need two Hopper GPUs in one machine."""
