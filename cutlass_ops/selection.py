@@ -211,7 +211,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             team_size(problem, record.epilogue_tile) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
         ),
-(n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
+        (n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
         (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
         (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
         (

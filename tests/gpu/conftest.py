@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,16 +23,6 @@ def pytest_runtest_setup(item):
         found = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         if found < LARGE_BYTES:
             pytest.skip(f"needs a GPU with {LARGE_BYTES / 1e9:.0f} GB of memory, found {found / 1e9:.0f} GB")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave out what needs CUDA's headers where there are none: AOTInductor compiles against them, the operators do not."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    if CUDA_HOME is None or not (Path(CUDA_HOME) / "include" / "cuda.h").exists():
-        left_out = [item for item in items if item.get_closest_marker("cuda_headers")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_collectionfinish(config):

@@ -9,7 +9,7 @@ from torch import nn
 import cutlass_ops
 from cutlass_ops import FusedConv2d
 
-from .helpers import DEVICE, generator, name_of, run_script, tensors
+from ..helpers import DEVICE, generator, name_of, run_script, tensors
 
 POOLED = cutlass_ops.conv2d_sub_tanh_sub_avgpool
 OPERATORS = [cutlass_ops.conv2d, POOLED, cutlass_ops.conv2d_relu_hardswish, cutlass_ops.conv2d_min_add_mul]

@@ -8,7 +8,7 @@ import torch
 
 import cutlass_ops
 
-from .helpers import DEVICE, gradients, tensors
+from ..helpers import DEVICE, gradients, tensors
 
 POOLED = cutlass_ops.conv2d_sub_tanh_sub_avgpool
 LATE = 200_000_000  # cycles, about 0.1 s

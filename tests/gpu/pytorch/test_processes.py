@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 import cutlass_ops
 from cutlass_ops import FusedConv2d
 
-from .helpers import DEVICE, run_script
+from ..helpers import DEVICE, run_script
 
 POOLED = cutlass_ops.conv2d_sub_tanh_sub_avgpool
 
