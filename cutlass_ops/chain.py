@@ -22,7 +22,13 @@ def _pair(a: Value, b: Value) -> tuple[Tensor, Tensor]:
     like = a if isinstance(a, Tensor) else b
     if not isinstance(like, Tensor):
         raise TypeError(f"expected a tensor among the operands, got {type(a).__name__} and {type(b).__name__}")
-    return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(b, dtype=like.dtype, device=like.device)
+
+    def tensor(value: Value) -> Tensor:  # filled on the device: a copy from the host cannot be captured in a CUDA graph
+        if isinstance(value, Tensor):
+            return value.to(like)
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+
+    return tensor(a), tensor(b)
 
 
 def tanh(x: Tensor) -> Tensor:

@@ -138,7 +138,9 @@ def test_results_are_laid_out_as_fake_ones(op, x_format, weight_format):
             assert (y.shape, y.stride(), y.dtype) == fake_strides(op, given, **arguments)
             channels_last = torch.channels_last in (x_format, weight_format) and x.numel() > 0  # PyTorch: an empty tensor is contiguous
             assert y.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-            assert torch.equal(y, op(x, weight, *rest, **arguments))
+            # Not bit for bit: another layout may take another plan, whose operands are rounded and added otherwise.
+            tolerance = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+            torch.testing.assert_close(y, op(x, weight, *rest, **arguments), atol=tolerance, rtol=tolerance)
 
 
 @each_operator

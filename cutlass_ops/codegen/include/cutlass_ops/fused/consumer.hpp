@@ -162,7 +162,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < Tile::kPixels / 16; ++i) {
         int const pixel = i * 16 + place.lane / 2, channel = place.lane % 2 * 8, row = pixel / kRow, column = pixel % kRow;
-        if (column >= to.columns || row >= rows) continue;
+        if (column >= to.columns || (!Pool::kWindow && row >= rows)) continue;
         Element* target = output + (int64_t(row) * params.out_w + column) * to.pitch + channel;
         Element const* source = tile + pixel * Tile::kStagingPixel + channel;
         if (whole) {
