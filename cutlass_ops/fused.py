@@ -8,13 +8,9 @@ from collections.abc import Sequence
 
 from . import driver
 from .loader import LoadedKernel
-from .problem import Problem, team_size
-from .two_kernel import ALIGNMENT, Descriptor, round_up
-
-#: Steps (of two rows) of a unit of work where nothing is pooled. Small units, dealt in turn, keep all SMs writing to the same
-#: few images, which DRAM takes faster than as many streams as there are SMs; pooled results are few bytes, and a long slice
-#: reads every input row once (docs/performance.md).
-UNIT_WITHOUT_POOL = 1
+from .problem import Problem
+from .two_kernel import ALIGNMENT, Descriptor
+from .work import FusedWork, round_up
 
 
 class PackParams(ctypes.Structure):
@@ -38,24 +34,20 @@ class Fused:
         _, k, out_h, out_w = problem.output_shape
         _, _, r, s = problem.weight_shape
         channels, nhwc = record.tile[2], record.variant[1] == "nhwc"
-        columns, block = record.epilogue_tile
-        blocks, strips = -(-k // block), -(-out_w // columns)
+        block = record.epilogue_tile[1]
+        work = FusedWork.of(problem, record.epilogue_tile, sm_count)
+        blocks, strips, unit, units = work.blocks, work.strips, work.unit, work.units
 
         chunks = 0 if nhwc else channels // 8
         self._pack_params = PackParams(None, *problem.weight_strides, None, None, k, c, r * s, s, channels, chunks)
         self._pack = driver.Launch(pack.function, blocks * block, pack.record.threads, 0, self._pack_params)
 
         self._params = params = ctypes.create_string_buffer(record.params_size)
-        team = team_size(problem, record.epilogue_tile)
-        steps = out_h if problem.pool else -(-out_h // 2)
-        unit = 0 if problem.pool else min(UNIT_WITHOUT_POOL, steps)
-        units = -(-steps // unit) if unit else 0
-        teams = min(sm_count // team, n * (units or steps))
         size = 4 if record.variant[0] == "f32" else 2
         shift = 0 if nhwc else -problem.padding[1] % (16 // size)
         values = {"n": n, "k": k, "out_h": out_h, "out_w": out_w, "padding_h": problem.padding[0], "padding_w": problem.padding[1]}
-        values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": steps, "unit": unit, "units_of_image": units}
-        values |= {"jump_images": teams // units, "jump_steps": teams % units * unit} if unit else {}
+        values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": work.steps, "unit": unit, "units_of_image": units}
+        values |= {"jump_images": work.teams // units, "jump_steps": work.teams % units * unit} if unit else {}
         if nhwc:
             box = (channels, record.box_columns, 1, 1)
             tensor = driver.TiledMap(record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=2 * channels)
@@ -72,7 +64,9 @@ class Fused:
         for where, constant in record.constants:
             struct.pack_into("<f", params, where, constant)
         self._input = Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
-        self._launch = driver.Launch(fused.function, teams * team, record.threads, record.shared_memory, params, overlap=True)
+        self._launch = driver.Launch(
+            fused.function, work.teams * strips * blocks, record.threads, record.shared_memory, params, overlap=True
+        )
 
         self._fragments_offset = offset
         self._scales_offset = offset + round_up(blocks * block * channels * r * s * 2, ALIGNMENT)

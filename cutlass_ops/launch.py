@@ -19,7 +19,8 @@ from .fused import Fused
 from .loader import KernelSet, device_facts
 from .problem import Problem
 from .selection import Plan
-from .two_kernel import ALIGNMENT, ConvertParams, PoolParams, TwoKernel, flat_strides, presentable, round_up
+from .two_kernel import ALIGNMENT, ConvertParams, PoolParams, TwoKernel, flat_strides, presentable
+from .work import round_up
 
 __all__ = ["ConvertParams", "PoolParams", "PreparedCall", "flat_strides", "presentable", "round_up"]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import dispatch, ieee, reference
 from .arguments import Arguments
+from .costs import Costs, shipped_costs
 from .launch import PreparedCall, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
 from .problem import (
@@ -308,8 +309,9 @@ class Operator:
         )
 
     def _select(self, problem: Problem, device: DeviceFacts, forced: Optional[str]) -> Selection:
-        kernels = kernel_set(self.kernels)
-        return select(problem, device, kernels.records.values(), kernels.verified, allow_unverified=allow_unverified(), force=forced)
+        kernels, allowed = kernel_set(self.kernels), allow_unverified()
+        costs = shipped_costs() if forced is None else Costs()  # nothing to choose: the sweep that measures costs needs none
+        return select(problem, device, kernels.records.values(), kernels.verified, allow_unverified=allowed, force=forced, costs=costs)
 
     # ---- explanation ---------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
-"""Selection: (problem, device, kernels) -> plan, or every candidate with the reason against it. Pure."""
+"""Selection: (problem, device, kernels, costs) -> plan, or every candidate with the reason against it. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional, Union
 
+from .costs import Costs
 from .errors import CutlassOpsError
 from .manifest import KernelRecord
 from .problem import Problem, team_size
@@ -43,6 +45,8 @@ class Plan:
     #: Kernel names in launch order; none for the plan that calls PyTorch.
     kernels: tuple[str, ...]
     reason: str
+    #: Expected microseconds on the GPU; None where no costs are known.
+    expected_us: Optional[float] = None
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,11 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Selection:
-    """The plan, if any, and the candidates that were rejected."""
+    """The plan, if any, the plans that could serve too, from fast to slow, and the candidates that were rejected."""
 
     plan: Optional[Plan]
     rejected: tuple[Rejection, ...]
+    others: tuple[Plan, ...] = ()
 
 
 #: Fused plans by name: what tensors of a dtype they serve, at which precision, and why.
@@ -73,7 +78,6 @@ _FUSED: dict[str, dict[tuple[str, str], str]] = {
 _LAYOUTS = {False: "contiguous (NCHW)", True: "channels_last"}
 
 #: Two-kernel plans by name: dtype they serve, precision, operand types of the implicit GEMM, why.
-#: The first that fits is taken; measured times order them (docs/performance.md).
 _TWO_KERNEL: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "two-kernel-f16-guarded": (
         "f32",
@@ -97,35 +101,51 @@ def select(
     *,
     allow_unverified: bool = False,
     force: Optional[str] = None,
+    costs: Costs = Costs(),  # noqa: B008 (frozen)
 ) -> Selection:
-    """Choose a plan. `force` names the only plan to consider (benchmarks and tests)."""
+    """Choose the plan with the least expected time. `force` names the only plan to consider (benchmarks and tests)."""
     by_name = {r.name: r for r in records}
+    serving: list[Plan] = []
     rejected: list[Rejection] = []
-    for name in _order(problem):
-        if force is not None and name != force:
-            continue
-        if name == PYTORCH:
-            candidate = _pytorch(problem)
-        elif name in _FUSED:
-            candidate = _fused(name, problem, device, by_name)
-        else:
-            candidate = _two_kernel(name, problem)
+    for name in (name for name in _order(problem) if force in (None, name)):
+        candidate = _candidate(name, problem, device, by_name)
         if isinstance(candidate, Plan):
             missing = _unusable(candidate, device, by_name, verified, allow_unverified)
             candidate = candidate if missing is None else missing
         if isinstance(candidate, Plan):
-            return Selection(candidate, tuple(rejected))
-        rejected.append(Rejection(name, candidate))
-    return Selection(None, tuple(rejected))
+            kernels = [by_name[kernel] for kernel in candidate.kernels]
+            expected = costs.expected(name, problem, kernels, device.sm_count)
+            serving.append(dataclasses.replace(candidate, expected_us=expected))
+        else:
+            rejected.append(Rejection(name, candidate))
+    if not serving:
+        return Selection(None, tuple(rejected))
+    best, *others = _by_time(serving)
+    return Selection(best, tuple(rejected), tuple(others))
+
+
+def _by_time(plans: list[Plan]) -> list[Plan]:
+    """From fast to slow, equal times as they came. Where a plan's time is not known, times do not compare: as they came."""
+    times = [plan.expected_us for plan in plans]
+    if any(time is None for time in times):
+        return plans
+    return [plans[i] for i in sorted(range(len(plans)), key=lambda i: times[i] or 0.0)]
 
 
 def _order(problem: Problem) -> tuple[str, ...]:
-    """Plans from fast to slow by measured times."""
+    """Plans as they are tried where no costs are known: by families, as docs/performance.md has them."""
     p, q = problem.conv_size
     flops = 2 * problem.x_shape[0] * p * q * math.prod(problem.weight_shape)
     if flops < SMALL_FLOPS:
         return tuple(sorted(PLAN_NAMES, key=lambda name: name == "two-kernel-f16-guarded"))
     return PLAN_NAMES
+
+
+def _candidate(name: str, problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
+    """The plan of this name, or why it cannot compute the problem."""
+    if name == PYTORCH:
+        return _pytorch(problem)
+    return _fused(name, problem, device, records) if name in _FUSED else _two_kernel(name, problem)
 
 
 def _pytorch(problem: Problem) -> Union[Plan, str]:
@@ -266,12 +286,17 @@ def headline(problem: Problem) -> str:
 
 
 def describe(problem: Problem, selection: Selection, facts: Optional[DeviceFacts] = None) -> str:
-    """The plan of a problem, and why the other candidates were rejected."""
+    """The plan of a problem, the slower ones that could serve it too, and why the other candidates were rejected."""
     lines = [headline(problem) + (f" on {facts.name}" if facts else "")]
     if selection.plan:
         kernels = " -> ".join(selection.plan.kernels) or "PyTorch"
-        lines.append(f"  plan: {selection.plan.name} ({kernels}): {selection.plan.reason}")
+        lines.append(f"  plan: {selection.plan.name} ({kernels}): {selection.plan.reason}{_time(selection.plan)}")
     else:
         lines.append("  plan: none")
+    lines += [f"  could serve too: {other.name}{_time(other)}" for other in selection.others]
     lines += [f"  rejected: {r.name}: {r.reason}" for r in selection.rejected]
     return "\n".join(lines)
+
+
+def _time(plan: Plan) -> str:
+    return "" if plan.expected_us is None else f"; expected to take {plan.expected_us:.4g} us"

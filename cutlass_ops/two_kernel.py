@@ -12,6 +12,7 @@ from torch import Tensor
 from . import driver
 from .loader import LoadedKernel
 from .problem import NO_POOL, Problem
+from .work import operand_channels, operands_to_convert, round_up
 
 ALIGNMENT = 256  # of everything in the workspace, in bytes
 _CACHED_DESCRIPTORS = 64
@@ -51,11 +52,6 @@ class PoolParams(ctypes.Structure):
             *("padding_h", "padding_w", "dilation_h", "dilation_w", "count_include_pad", "divisor_override", "channels_last"),
         )
     ]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
 
 
 def flat_strides(shape: Sequence[int], strides: Sequence[int]) -> Optional[tuple[int, int, int]]:
@@ -215,20 +211,6 @@ class _Pool:
         self.launch = driver.Launch(kernel.function, grid, kernel.record.threads, 0, params, overlap=True)
 
 
-def operands_to_convert(problem: Problem) -> tuple[int, ...]:
-    """0 for the activation, 1 for the filter: those that the implicit GEMM cannot read where they are."""
-    if problem.dtype == "f32":
-        return (0, 1)
-
-    def dense_nhwc(shape: Sequence[int], strides: Sequence[int]) -> bool:
-        _, c, h, w = shape
-        return tuple(strides) == (h * w * c, 1, w * c, c)
-
-    whole = problem.x_shape[1] % 8 == 0 and problem.aligned
-    pairs = ((problem.x_shape, problem.x_strides), (problem.weight_shape, problem.weight_strides))
-    return tuple(i for i, (shape, strides) in enumerate(pairs) if not (whole and dense_nhwc(shape, strides)))
-
-
 class TwoKernel:
     """Conversion(s), implicit GEMM(s) and pool of one problem.
 
@@ -238,8 +220,7 @@ class TwoKernel:
 
     def __init__(self, problem: Problem, kernels: Sequence[LoadedKernel], sm_count: int, offset: int) -> None:
         needs = self._needs = operands_to_convert(problem)
-        # Multiples of 16 bytes of fp16 for TMA; 8 channels become 16, since im2col of 16-byte pixels takes 2.6 times as long.
-        channels = max(16, round_up(problem.x_shape[1], 8)) if len(needs) == 2 else round_up(problem.x_shape[1], 8)
+        channels = operand_channels(problem)
         by_family: dict[str, list[LoadedKernel]] = {"convert": [], "implicit_gemm": [], "pool": []}
         for kernel in kernels:
             by_family[kernel.record.family].append(kernel)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import driver
+from ..costs import Costs, shipped_costs
 from ..launch import PreparedCall, round_up
 from ..loader import allow_unverified, device_facts
 from ..manifest import KernelRecord
@@ -29,9 +30,9 @@ def problem_of(operator: Operator, x: Tensor, weight: Tensor, arguments: Argumen
 
 def selection(operator: Operator, problem: Problem, device: int, force: Optional[str] = None) -> Selection:
     """What the operator's call selects on a device."""
-    kernels = kernel_set(operator.kernels)
-    facts = device_facts(device)
-    return select(problem, facts, kernels.records.values(), kernels.verified, allow_unverified=allow_unverified(), force=force)
+    kernels, facts, allowed = kernel_set(operator.kernels), device_facts(device), allow_unverified()
+    costs = shipped_costs() if force is None else Costs()
+    return select(problem, facts, kernels.records.values(), kernels.verified, allow_unverified=allowed, force=force, costs=costs)
 
 
 def candidates(operator: Operator, problem: Problem, device: int) -> tuple[list[Plan], list[Rejection]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 import cutlass_ops
 from cutlass_ops import DeviceFacts, explain, use_plan
+from cutlass_ops.costs import Coefficients, Costs, shipped_costs
 from cutlass_ops.problem import NO_POOL, PoolArguments
 from cutlass_ops.selection import PLAN_NAMES, implicit_gemm_limit, select
 
@@ -130,6 +132,70 @@ def test_a_forced_plan_is_the_only_candidate(name):
     else:
         assert selection.plan is None
         assert list(reasons(selection)) == [name]
+
+
+# ---- the order of plans ------------------------------------------------------------------------------------------
+
+
+def launch_costs(**by_plan):
+    """Costs by which a plan's launches take so many microseconds each, all else nothing."""
+    return Costs({(name.replace("_", "-"), "f32"): Coefficients({"launches": us}) for name, us in by_plan.items()})
+
+
+@pytest.mark.parametrize(
+    ("known", "names"),
+    [
+        (
+            {"fused_f16": 1.0, "two_kernel_f16_guarded": 1.0, "two_kernel_tf32": 1.0},
+            ("fused-f16", "two-kernel-tf32", "two-kernel-f16-guarded"),
+        ),
+        (
+            {"fused_f16": 9.0, "two_kernel_f16_guarded": 1.0, "two_kernel_tf32": 1.0},
+            ("two-kernel-tf32", "two-kernel-f16-guarded", "fused-f16"),
+        ),
+        (
+            {"fused_f16": 9.0, "two_kernel_f16_guarded": 1.0, "two_kernel_tf32": 5.0},
+            ("two-kernel-f16-guarded", "two-kernel-tf32", "fused-f16"),
+        ),
+        # Equal times: the order without costs.
+        (
+            {"fused_f16": 3.0, "two_kernel_f16_guarded": 1.0, "two_kernel_tf32": 2.0},
+            ("fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32"),
+        ),
+        # A plan that was not measured has its family's costs; a family that was not measured keeps the order without costs.
+        ({"fused_f16": 9.0, "two_kernel_tf32": 1.0}, ("two-kernel-tf32", "two-kernel-f16-guarded", "fused-f16")),
+        ({"two_kernel_f16_guarded": 1.0, "two_kernel_tf32": 1.0}, ("fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32")),
+        ({}, ("fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32")),
+    ],
+)
+def test_the_plan_with_the_least_expected_time_is_taken(known, names):
+    selection = select(LARGE, H200, RECORDS, ALL, costs=launch_costs(**known))
+    assert (selection.plan.name, *(p.name for p in selection.others)) == names
+    assert selection == select(LARGE, H200, tuple(reversed(RECORDS)), ALL, costs=launch_costs(**known))
+
+
+@pytest.mark.parametrize(("n", "side", "plan"), [(512, 14, "two-kernel-f16"), (512, 128, "fused-f16"), (1, 128, "fused-f16")])
+def test_narrow_images_of_which_a_strip_is_mostly_empty_take_the_two_kernel_plan(n, side, plan):
+    changes = {"dtype": "f16", "precision": "f16", "channels_last": True, "padding": (1, 1), "x_shape": (n, 64, side, side)}
+    selection = select(problem(**changes), H200, RECORDS, ALL, costs=shipped_costs())
+    assert selection.plan.name == plan
+    assert {selection.plan.name, *(p.name for p in selection.others)} == {"fused-f16", "two-kernel-f16"}
+    assert selection.plan.expected_us < selection.others[0].expected_us
+
+
+def test_costs_make_no_plan_of_unverified_kernels():
+    fast = launch_costs(fused_f16=0.001, two_kernel_tf32=1.0)
+    fused = {r.sha256 for r in RECORDS if r.family == "fused"}
+    selection = select(LARGE, H200, RECORDS, ALL - fused, costs=fast)
+    assert selection.plan.name == "two-kernel-tf32"
+    assert "GPU check for op_fused_f32_nchw_c64_3x3" in reasons(selection)["fused-f16"]
+    assert select(LARGE, H200, RECORDS, frozenset(), costs=fast).plan is None
+
+
+@pytest.mark.parametrize("name", ["fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32"])
+def test_a_forced_plan_is_taken_whatever_it_costs(name):
+    selection = select(LARGE, H200, RECORDS, ALL, force=name, costs=launch_costs(fused_f16=5.0, two_kernel_tf32=1.0))
+    assert (selection.plan.name, selection.others) == (name, ())
 
 
 # ---- limits of the implicit GEMM ---------------------------------------------------------------------------------
@@ -285,9 +351,11 @@ def test_explain_on_the_cpu_names_the_reference_and_prints(capsys):
 def test_explain_plans_for_a_named_device(monkeypatch, device):
     monkeypatch.setenv("CUTLASS_OPS_ALLOW_UNVERIFIED", "1")
     text = explain(cutlass_ops.conv2d, *inputs(device), precision="tf32", device=H200)
-    headline, plan, *rejected = text.splitlines()
+    headline, plan, other, *rejected = text.splitlines()
     assert headline.endswith("-> (2, 16, 8, 8) contiguous on H200")
     assert plan.startswith("  plan: two-kernel-tf32 (convert_f32_tf32 -> conv2d_tf32 -> pool_avg_f32): ")
+    assert re.search("; expected to take [0-9.]+ us$", plan)
+    assert re.fullmatch("  could serve too: two-kernel-f16-guarded; expected to take [0-9.]+ us", other)
     assert all(line.startswith("  rejected: ") for line in rejected)
 
 
