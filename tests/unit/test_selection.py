@@ -309,7 +309,10 @@ def test_a_fused_kernel_serves_its_own_pool_alone(pool):
         ({"channels_last": True}, "expected a dense contiguous (NCHW) input and result, got strides"),
         ({"x_strides": (65 * 128 * 128, 128 * 128, 128, 1)}, "expected a dense contiguous (NCHW) input and result, got strides"),
         ({"weight_shape": (132 // 2 * 128 + 1, 64, 3, 3)}, "expected at most 132 strips x channel blocks, got width 63, 8449 channels"),
-        (few(1) | {"x_shape": (2**15, 1, 2**17 + 2, 4)}, "expected at most 2147483647 result rows and channels of all images, got 32768 x 65536"),
+        (
+            few(1) | {"x_shape": (2**15, 1, 2**17 + 2, 4)},
+            "expected at most 2147483647 result rows and channels of all images, got 32768 x 65536",
+        ),
         (few(1) | {"x_shape": (1, 1, 2_098_180, 4096)}, "expected at most 2147483647 result pixels an image, got 1049089 x 2047"),
         ({"pool": PoolArguments("avg", (3, 3), (2, 2))}, "expected a 2 x 2 pool with stride 2, got (3, 3) with stride (2, 2)"),
         ({"pool": PoolArguments("avg", (2, 2), (2, 2), (1, 0))}, "expected a 2 x 2 pool with stride 2"),

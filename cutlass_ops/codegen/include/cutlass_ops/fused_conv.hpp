@@ -55,6 +55,9 @@ struct FusedConv : Tile_ {
     __syncthreads();
   }
 
+  // __syncthreads from two places: a barrier of as many threads, which may arrive from anywhere.
+  CUTLASS_DEVICE static void wait_for_all() { cutlass::arch::NamedBarrier::sync(Tile::kThreads, 2); }
+
   CUTLASS_DEVICE void operator()(Params const& params, char* smem) const {
     auto& storage = *reinterpret_cast<SharedStorage*>(smem + (-cute::cast_smem_ptr_to_uint(smem) & 1023u));
     int const members = params.strips * params.channel_blocks, teams = gridDim.x / members;
@@ -70,7 +73,7 @@ struct FusedConv : Tile_ {
         while (storage.loads.n < storage.slots) Produce::load_next(params, storage);
       }
       if constexpr (Tile::kGuarded) {
-        __syncthreads();
+        wait_for_all();
         if (!storage.any_misfit) return;
         if (threadIdx.x < 32) {
           if (cute::elect_one_sync()) Redo::load_all(params, storage);
@@ -86,7 +89,7 @@ struct FusedConv : Tile_ {
       Consume::load_weights(params, place, weights);
       Consume::consume(params, storage, place, weights);
       if constexpr (Tile::kGuarded) {
-        __syncthreads();
+        wait_for_all();
         if (!storage.any_misfit) return;
         Redo::consume(params, storage, place, weights);
       }

@@ -64,7 +64,7 @@ struct PersistentConvFprop {
   static constexpr int SharedStorageSize = sizeof(SharedStorage);
   static_assert(SharedStorageSize <= 232448, "more than the 227 KB of shared memory of an SM90 block");
 
-  // Filled by cutlass_ops/params.py from the field offsets that every kernel exports (layout.hpp).
+  // Filled by cutlass_ops/two_kernel.py at the offsets that every kernel exports in its layout table.
   struct Params {
     cute::TmaDescriptor activation;  // im2col, NHWC, box TileM pixels x TileK channels
     cute::TmaDescriptor filter;      // tiled (C, R * S, K), box TileK x 1 x TileN
