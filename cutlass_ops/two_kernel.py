@@ -103,7 +103,7 @@ class Descriptor:
 class _ImplicitGemm:
     """One implicit-GEMM launch: the parameters that PersistentConvFprop::Params lists, at the offsets of the record."""
 
-    def __init__(self, kernel: LoadedKernel, problem: Problem, channels: int, sm_count: int) -> None:
+    def __init__(self, kernel: LoadedKernel, problem: Problem, channels: int, sm_count: int, *, overlap: bool) -> None:
         record = kernel.record
         self.record = record
         params = ctypes.create_string_buffer(record.params_size)
@@ -145,7 +145,7 @@ class _ImplicitGemm:
 
         tiles = -(-n * p * q // tile_m) * -(-k // tile_n)
         grid = min(tiles, sm_count)
-        self.launch = driver.Launch(kernel.function, grid, record.threads, record.shared_memory, params, overlap=True)
+        self.launch = driver.Launch(kernel.function, grid, record.threads, record.shared_memory, params, overlap=overlap)
 
     def fill(self, activation: int, filters: int, result: int, vectors: dict[str, int], scalars: dict[str, float]) -> None:
         """Write the addresses and scalars of a call."""
@@ -228,7 +228,8 @@ class TwoKernel:
         self._converts = [
             _Convert(k, problem, channels, needs, sm_count, overlap=i > 0) for i, k in enumerate(by_family["convert"]) if needs
         ]
-        self._gemms = [_ImplicitGemm(k, problem, channels, sm_count) for k in by_family["implicit_gemm"]]
+        gemms = by_family["implicit_gemm"]
+        self._gemms = [_ImplicitGemm(k, problem, channels, sm_count, overlap=bool(self._converts)) for k in gemms]
         (pool,) = by_family["pool"]
         self._pool = _Pool(pool, problem, sm_count)
         self.raises_flag = len(self._gemms) == 2

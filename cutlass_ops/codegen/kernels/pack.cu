@@ -1,7 +1,7 @@
 // Packing kernels of the fused family: filter (K, C, R, S) -> fragments of the RS wgmma's A operand.
 //
 // fp32 -> fp16: every output channel is scaled by a power of two that brings its largest weight to [2^13, 2^14), so that weights
-// of any magnitude keep fp16's 11 bits relative to the largest one down to 2^-28; `scales` undoes it, exactly. fp16 and bf16 are
+// keep fp16's 11 bits down to 2^-27 of the largest one (smaller ones lose some, as TF32's do not); `scales` undoes it, exactly. fp16 and bf16 are
 // packed as they are. A block packs one output channel.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -42,7 +42,7 @@ __device__ void pack(Params const& params) {
   __syncthreads();
   float const largest = __uint_as_float(largest_bits);
   bool const scaled = sizeof(Source) == 4 && largest > 0.f;
-  int const exponent = scaled ? 13 - ilogbf(largest) : 0;  // -114 .. 162
+  int const exponent = scaled ? min(13 - ilogbf(largest), 149) : 0;  // from -114 on; a scale of 2^-149 is the least there is
   if (threadIdx.x == 0) params.scales[k] = ldexpf(1.f, -exponent);
 
   // Registers of lane (group, quad) of 16 channels: (group, k), (group + 8, k), (group, k + 8), (group + 8, k + 8) with

@@ -40,6 +40,7 @@ struct FusedConv : Tile_ {
         storage.slot_full[i].init(Tile::kConverts ? Tile::kConverters : 1), storage.slot_empty[i].init(Tile::kConsumerWarps);
       }
       for (int i = 0; i < Tile::kConverters; ++i) storage.strays[i] = 0, storage.converted[i] = 0;
+      storage.finished.init(Tile::kThreads / 32);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&params.input);
@@ -55,8 +56,13 @@ struct FusedConv : Tile_ {
     __syncthreads();
   }
 
-  // __syncthreads from two places: a barrier of as many threads, which may arrive from anywhere.
-  CUTLASS_DEVICE static void wait_for_all() { cutlass::arch::NamedBarrier::sync(Tile::kThreads, 2); }
+  // __syncthreads is no way for warps that wait at different places (compute-sanitizer's synccheck).
+  CUTLASS_DEVICE static void wait_for_all(SharedStorage& storage) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) storage.finished.arrive();
+    storage.finished.wait(0);
+    asm volatile("" ::: "memory");
+  }
 
   CUTLASS_DEVICE void operator()(Params const& params, char* smem) const {
     auto& storage = *reinterpret_cast<SharedStorage*>(smem + (-cute::cast_smem_ptr_to_uint(smem) & 1023u));
@@ -73,7 +79,7 @@ struct FusedConv : Tile_ {
         while (storage.loads.n < storage.slots) Produce::load_next(params, storage);
       }
       if constexpr (Tile::kGuarded) {
-        wait_for_all();
+        wait_for_all(storage);
         if (!storage.any_misfit) return;
         if (threadIdx.x < 32) {
           if (cute::elect_one_sync()) Redo::load_all(params, storage);
@@ -84,12 +90,12 @@ struct FusedConv : Tile_ {
     } else {
       cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
       typename Consume::Place const place(strip, block);
-      cutlass::arch::wait_on_dependent_grids();  // the packing kernel's weights
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // for the packing kernel's weights, and all that came before it
       typename Consume::Weights weights;
       Consume::load_weights(params, place, weights);
       Consume::consume(params, storage, place, weights);
       if constexpr (Tile::kGuarded) {
-        wait_for_all();
+        wait_for_all(storage);
         if (!storage.any_misfit) return;
         Redo::consume(params, storage, place, weights);
       }

@@ -12,8 +12,8 @@ struct Producer {
   using SharedStorage = typename Tile::SharedStorage;
   using Element = typename Tile::Element;
   static constexpr int kChunks = Tile::kChannels / 8, kPairs = 32 / kChunks;  // a warp's turn: 2 * kPairs pixels x all channels
-  // Values from here on keep fp16's 11 significant bits; a largest value from here on is as exact as TF32's, with all that are
-  // added to it.
+  // Values from kSmallestNormal on keep fp16's 11 significant bits. Of eight neighbours whose largest is kSmallestSafeMaximum or
+  // more, smaller ones are rounded to 2^-25, a 2^-14th of it, and are left to that.
   static constexpr float kFp16Max = 65504.f, kSmallestNormal = 0x1p-14f, kSmallestSafeMaximum = 0x1p-11f;
   static constexpr int kStraysAllowed = 1;  // of a converter in a slot
 
@@ -126,7 +126,7 @@ struct Producer {
     CUTLASS_DEVICE uint32_t odd_target() const { return (target + Tile::kPixelBytes) ^ (Tile::kChannels == 64 ? 16 : 0); }
   };
 
-  // Eight pixels of a channel are as exact as with TF32 if they are zero or the largest of them is within bounds. A channel that
+  // Eight pixels of a channel pass if they are zero or the largest of them is within bounds. A channel that
   // is not, among others that are, is a stray: random data of which much is zero has some by chance, and what fp16 rounds off
   // them vanishes in what TF32 rounds off their neighbours. Counts strays; patches that do not fit count as more than allowed.
   CUTLASS_DEVICE static void look_closely(uint32_t source, int32_t (&strays)[Tile::kConverters]) {
@@ -150,8 +150,11 @@ struct Producer {
         most = larger(most, values[j]);
       }
     }
-    uint32_t const patch = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
-    if ((small && patch < __float_as_uint(kSmallestSafeMaximum)) || patch > __float_as_uint(kFp16Max)) small = kStraysAllowed + 1;
+    // Of all channels of these eight pixels: the other chunks lie in the lanes kPairs apart.
+#pragma unroll
+    for (int lanes = kPairs; lanes < 32; lanes *= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+    bool const misfit = (most > 0.f && most < kSmallestSafeMaximum) || !(most <= kFp16Max);
+    if (__any_sync(0xffffffffu, misfit)) small = kStraysAllowed + 1;
     if (lane_index() == 0) strays[converter_index()] += small;
   }
 

@@ -63,12 +63,16 @@ struct Redo {
   // The largest of what the converters found.
   CUTLASS_DEVICE static uint32_t largest_of_all(SharedStorage& storage, uint32_t mine) {
     mine = __reduce_max_sync(0xffffffffu, mine);
-    auto& found = storage.found[own(storage).turn % 2];
+    uint32_t const turn = own(storage).turn;
+    auto& found = storage.found[turn % 2];
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
       found[converter_index()] = mine;
-      ++own(storage).turn;
+      own(storage).turn = turn + 1;
     }
+    asm volatile("" ::: "memory");  // which the barrier does not say itself
     cutlass::arch::NamedBarrier::sync(kConverters * 32, 1);
+    asm volatile("" ::: "memory");
     uint32_t all = 0;
     for (int i = 0; i < kConverters; ++i) all = max(all, found[i]);
     return all;
@@ -166,8 +170,7 @@ struct Redo {
     uint32_t n = storage.slots;
     int const channels[2] = {place.channel0 + place.group, place.channel0 + place.group + 8};
     typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
-    // A scale of zero stands for weights below 2^-136, whose products vanish.
-    int const exponents[2] = {max(ilogbf(params.scales[channels[0]]), -1000), max(ilogbf(params.scales[channels[1]]), -1000)};
+    int const exponents[2] = {ilogbf(params.scales[channels[0]]), ilogbf(params.scales[channels[1]])};
     auto* staging = storage.staging[place.warp];
     uint32_t const ring = Consume::ring_base(params, storage, place);
     typename Consume::Store const to(params, place);

@@ -22,7 +22,7 @@ struct Work {
     if (team >= teams) return {0, 0, 0};
     if (params.unit) {
       int const units = params.units_of_image, total = params.n * units;
-      return {team / units, team % units * params.unit, (total - team + teams - 1) / teams};
+      return {team / units, team % units * params.unit, (total - 1 - team) / teams + 1};
     }
     int64_t const total = int64_t(params.n) * params.steps;
     int const first = int(total * team / teams);
@@ -104,7 +104,7 @@ struct Tile {
     alignas(128) uint8_t raw[kRawStages][kRawBytes];
     alignas(16) uint8_t staging[kConsumerWarps][kStagingBytes];
     Full raw_full[kRawStages], slot_full[kSlots];
-    Barrier raw_empty[kRawStages], slot_empty[kSlots];
+    Barrier raw_empty[kRawStages], slot_empty[kSlots], finished;
     uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
     int32_t strays[kConverters];                    // small values that a converter let pass in a slot
     uint32_t converted[kConverters];                // slots that a converter is done with
