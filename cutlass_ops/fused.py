@@ -27,7 +27,7 @@ class PackParams(ctypes.Structure):
 class Fused:
     """Packing and fused launch of one problem."""
 
-    def __init__(self, problem: Problem, kernels: Sequence[LoadedKernel], sm_count: int, offset: int) -> None:
+    def __init__(self, problem: Problem, kernels: Sequence[LoadedKernel], sm_count: int) -> None:
         pack, fused = kernels
         record = self._record = fused.record
         n, c, h, w = problem.x_shape
@@ -68,8 +68,7 @@ class Fused:
             fused.function, work.teams * strips * blocks, record.threads, record.shared_memory, params, overlap=True
         )
 
-        self._fragments_offset = offset
-        self._scales_offset = offset + round_up(blocks * block * channels * r * s * 2, ALIGNMENT)
+        self._scales_offset = round_up(blocks * block * channels * r * s * 2, ALIGNMENT)
         self.workspace_end = self._scales_offset + round_up(blocks * block * 4, ALIGNMENT)
 
     def stages(self) -> list[tuple[str, driver.Launch]]:
@@ -77,12 +76,12 @@ class Fused:
         return [("pack", self._pack), ("fused", self._launch)]
 
     def fill(self, base: int, sources: Sequence[int], vectors: dict[str, int], scalars: dict[str, float]) -> None:
-        """Write the addresses and scalars of a call."""
-        fragments, scales = base + self._fragments_offset, base + self._scales_offset
+        """Write the addresses and scalars of a call; the workspace holds the packed filter, then its scales."""
+        scales = base + self._scales_offset
         pack, record = self._pack_params, self._record
-        pack.source, pack.fragments, pack.scales = sources[1], fragments, scales
+        pack.source, pack.fragments, pack.scales = sources[1], base, scales
         self._input.point_to(sources[0])
-        for name, address in (("weights", fragments), ("scales", scales)):
+        for name, address in (("weights", base), ("scales", scales)):
             struct.pack_into("<Q", self._params, record.fields[name], address)
         for name, address in vectors.items():
             struct.pack_into("<Q", self._params, record.vectors[name], address)

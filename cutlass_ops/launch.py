@@ -56,7 +56,7 @@ class PreparedCall:
         sm_count = device_facts(device).sm_count
         self._part: Union[Fused, TwoKernel]
         if loaded[0].record.family == "pack":
-            self._part, self._clears_flag = Fused(problem, loaded, sm_count, 0), False
+            self._part, self._clears_flag = Fused(problem, loaded, sm_count), False
         else:
             # The workspace starts with the flag, on a line of its own.
             self._part = TwoKernel(problem, loaded, sm_count, ALIGNMENT)

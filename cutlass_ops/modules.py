@@ -16,9 +16,10 @@ __all__ = ["FusedConv2d"]
 class FusedConv2d(nn.Module):
     """A convolution with an operator's chain and pool.
 
-    ``conv`` is an ordinary torch.nn.Conv2d whose weight and bias the operator uses (state_dict keys conv.weight, conv.bias);
-    the operator's other vectors become parameters under their own names. Further keyword arguments are the operator's
-    (scalars, pool, precision, ...). Raises TypeError or ValueError for arguments that the operator would not take.
+    ``conv`` is an ordinary torch.nn.Conv2d whose weight and bias the operator uses (state_dict keys conv.weight, conv.bias; an
+    operator without a vector ``bias`` has none); the operator's other vectors become parameters under their own names. Further
+    keyword arguments are the operator's (scalars, pool, precision, ...). Raises TypeError or ValueError for arguments that the
+    operator would not take.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class FusedConv2d(nn.Module):
             if name in arguments:
                 raise TypeError(f"expected no argument {name}: it is a parameter of the module; set it afterwards")
         self.operator = operator
+        self._has_bias = "bias" in vectors
+        bias = bias and self._has_bias
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=bias, device=device, dtype=dtype)  # type: ignore[arg-type]
         self.arguments = {"stride": self.conv.stride, "padding": self.conv.padding, "dilation": self.conv.dilation} | arguments
         operator.arguments.bind((), dict.fromkeys(vectors) | self.arguments)
@@ -54,9 +57,10 @@ class FusedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the operator to x (N, C, H, W)."""
         conv: nn.Module = _member(self, self._modules, "conv")
-        weight, bias = _member(conv, conv._parameters, "weight"), _member(conv, conv._parameters, "bias")
         vectors = {name: _member(self, self._parameters, name) for name in self._own}
-        return self.operator(x, weight, bias=bias, **vectors, **self.arguments)
+        if self._has_bias:
+            vectors["bias"] = _member(conv, conv._parameters, "bias")
+        return self.operator(x, _member(conv, conv._parameters, "weight"), **vectors, **self.arguments)
 
     def extra_repr(self) -> str:
         """Operator and arguments, for print."""

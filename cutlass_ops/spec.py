@@ -128,7 +128,8 @@ def _argument(operator_name: str, parameter: inspect.Parameter) -> Argument:
     if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         raise TypeError(f"{where}: expected an ordinary argument, got a {parameter.kind.description} one")
     annotation, default = parameter.annotation, parameter.default
-    if annotation is Vector or annotation == "Vector":
+    # A string where the file has `from __future__ import annotations`.
+    if annotation is Vector or (isinstance(annotation, str) and annotation.rpartition(".")[2] == "Vector"):
         if default is not None and default is not parameter.empty:
             raise TypeError(f"{where}: expected default None (may be left out) or none at all for a Vector, got {default!r}")
         return Argument(parameter.name, "vector", optional=default is None)

@@ -244,7 +244,7 @@ def test_the_teams_compute_every_step_once_and_fit_the_gpu(n, h, w, k, sms, pool
     pack = record("pack_f32_f16", "pack", ("f32", "f16"))
     with pytest.MonkeyPatch.context() as patch:
         install(patch, FakeDriver({}))
-        fused = Fused(of, [LoadedKernel(r, r.name, 1) for r in (pack, kernel)], sms, 0)
+        fused = Fused(of, [LoadedKernel(r, r.name, 1) for r in (pack, kernel)], sms)
     (_, launch) = fused.stages()[1]
     found = numbers(SimpleNamespace(params=bytes(launch.params)))
     members = found["strips"] * found["channel_blocks"]

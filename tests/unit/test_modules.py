@@ -49,6 +49,17 @@ def test_a_module_keeps_vectors_as_parameters_only():
         FusedConv2d(torch.tanh, 3, 4, 3)
 
 
+def test_a_module_of_an_operator_without_a_bias_has_none():
+    @cutlass_ops.operator()
+    def unit_modules_scale(accum, v: cutlass_ops.Vector):
+        return accum * v
+
+    module = FusedConv2d(cutlass_ops.Operator(unit_modules_scale), 3, 5, 3)
+    assert set(module.state_dict()) == {"conv.weight", "v"}
+    x = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(module(x), torch.nn.functional.conv2d(x, module.conv.weight) * module.v)
+
+
 def test_a_module_calls_its_operator_with_its_arguments():
     module, x = example_module(), torch.randn(2, 3, 9, 9)
     expected = cutlass_ops.conv2d_min_add_mul(x, module.conv.weight, module.v, module.conv.bias, stride=2, padding=(1, 0), constant=0.25)
