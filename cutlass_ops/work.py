@@ -7,15 +7,22 @@ from dataclasses import dataclass
 
 from .problem import Problem, team_size
 
-#: Steps (of two rows) of a unit of work where nothing is pooled. Small units, dealt in turn, keep all SMs writing to the same
-#: few images, which DRAM takes faster than as many streams as there are SMs; pooled results are few bytes, and a long slice
-#: reads every input row once (docs/performance.md).
-UNIT_WITHOUT_POOL = 1
-
 
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def unit_of_work(problem: Problem, tile: Sequence[int]) -> int:
+    """Steps (of two rows) of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each.
+
+    Where NCHW is not pooled, small units keep all SMs writing to the same few images, which DRAM takes faster than as many
+    streams as there are SMs; 16-bit values in strips are faster in two steps, which share an input row. What is pooled is few bytes, and
+    channels_last is written in long runs: there a slice, which reads every input row once, is faster (docs/performance.md).
+    """
+    if problem.pool or problem.channels_last:
+        return 0
+    return 2 if problem.dtype != "f32" and tile[0] == 64 else 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class FusedWork:
         """`tile` is a CTA's: columns of the result x output channels."""
         n, k, out_h, out_w = problem.output_shape
         steps = out_h if problem.pool else -(-out_h // 2)
-        unit = 0 if problem.pool else min(UNIT_WITHOUT_POOL, steps)
+        unit = min(unit_of_work(problem, tile), steps)
         units = -(-steps // unit) if unit else 0
         teams = min(sm_count // team_size(problem, tile), n * (units or steps))
         return cls(-(-out_w // tile[0]), -(-k // tile[1]), teams, steps, unit, units)

@@ -5,9 +5,11 @@
 // swizzled row of all channels a pixel, in a ring of input rows: a filter tap is a shifted start address of the B descriptor, so
 // every pixel is read from device memory once. The accumulator layout puts each 2 x 2 window of conv outputs into one thread.
 //
-//   warps 0..3   TMA by one thread: raw tiles of NCHW, or the ring's rows themselves for channels_last (zero outside the image and
-//                beyond C); for NCHW also converters: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16 cannot hold
-//   warps 4..11  consumers: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store
+//   producers    TMA by one thread: raw tiles of NCHW, or the ring's rows themselves for channels_last (zero outside the image and
+//                beyond C); for NCHW four warps also convert: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16
+//                cannot hold. Two such teams of four take turns at the slots where store warps make stores fast enough for it
+//   consumers    8 warps: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store
+//   store warps  4, for few input channels without a pool (NCHW): they store what consumers leave in shared memory
 //
 // CTAs come in teams of strips x channel blocks that walk the same rows side by side: output rows of an odd width share
 // sectors between strips, which then merge in L2 (DRAM bytes at the minimum: docs/performance.md).
@@ -15,6 +17,7 @@
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass_ops/fused/redo.hpp"
+#include "cutlass_ops/fused/storer.hpp"
 
 namespace cutlass_ops {
 
@@ -39,7 +42,8 @@ struct FusedConv : Tile_ {
       for (int i = 0; i < Tile::kSlots; ++i) {
         storage.slot_full[i].init(Tile::kConverts ? Tile::kConverters : 1), storage.slot_empty[i].init(Tile::kConsumerWarps);
       }
-      for (int i = 0; i < Tile::kConverters; ++i) storage.strays[i] = 0, storage.converted[i] = 0;
+      for (int i = 0; i < Tile::kProducerWarps; ++i) storage.strays[i] = 0;
+      for (int i = 0; i < Tile::kConsumerWarps; ++i) storage.run_full[i].init(2), storage.run_free[i].init(1);
       storage.finished.init(Tile::kThreads / 32);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
@@ -47,8 +51,10 @@ struct FusedConv : Tile_ {
     }
     if (threadIdx.x == 32) {
       storage.work = fused::Work::start(params, team, teams), storage.slots = 0;
-      storage.loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
+      for (auto& loads : storage.loads)
+        loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
       for (fused::Work work = storage.work; work.valid();) storage.slots += work.advance(params).count + Tile::kHalo;
+      for (auto& rest : storage.rest) rest = storage.work;
       storage.misfit_shift = 0;
       while (storage.slots >> storage.misfit_shift >= Tile::kMisfitWords * 32) ++storage.misfit_shift;
     }
@@ -71,22 +77,27 @@ struct FusedConv : Tile_ {
     initialize(params, storage, team, teams, strip);
     // Until here all warps go together; then a whole CTA without work may leave.
     if (!storage.slots) return;
-    if (cutlass::canonical_warp_idx_sync() < 4) {
+    if (cutlass::canonical_warp_idx_sync() < Tile::kProducerWarps) {
       cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
       if constexpr (Tile::kConverts) {
         Produce::convert_all(params, storage);
       } else if (threadIdx.x == 0) {
-        while (storage.loads.n < storage.slots) Produce::load_next(params, storage);
+        while (storage.loads[0].n < storage.slots) Produce::load_next(params, storage, 0);
       }
       if constexpr (Tile::kGuarded) {
         wait_for_all(storage);
         if (!storage.any_misfit) return;
+        if (threadIdx.x >= 32 * Tile::kConverters) return;  // one team redoes
         if (threadIdx.x < 32) {
           if (cute::elect_one_sync()) Redo::load_all(params, storage);
         } else {
           Redo::convert_all(params, storage);
         }
       }
+    } else if (Tile::kStoreWarps && cutlass::canonical_warp_idx_sync() >= Tile::kProducerWarps + Tile::kConsumerWarps) {
+      cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
+      if constexpr (Tile::kStoreWarps) fused::Storer<Tile, Params>::store_all(params, storage, strip, block);
+      if constexpr (Tile::kGuarded) wait_for_all(storage);
     } else {
       cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
       typename Consume::Place const place(strip, block);

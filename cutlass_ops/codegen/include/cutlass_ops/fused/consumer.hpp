@@ -5,7 +5,7 @@
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cute/atom/mma_traits_sm90_gmma.hpp"
 #include "cutlass/arch/grid_dependency_control.h"
-#include "cutlass_ops/fused/tile.hpp"
+#include "cutlass_ops/fused/storer.hpp"
 #include "cutlass_ops/visitor_apply.hpp"
 
 namespace cutlass_ops::fused {
@@ -25,6 +25,7 @@ struct Consumer {
   using SharedStorage = typename Tile::SharedStorage;
   using Element = typename Tile::Element;
   using Pool = typename Tile::Pool;
+  using Pair = typename Tile::Pair;
   using State = typename Apply<Chain>::State;
   using Weights = uint32_t[Tile::kFragments][4];
 
@@ -73,7 +74,7 @@ struct Consumer {
     int warp, lane, group, quad;
     int channel0, column;  // the warp's first ones, in the result
     CUTLASS_DEVICE Place(int strip, int block) {
-      warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32, group = lane >> 2, quad = lane & 3;
+      warp = threadIdx.x / 32 - Tile::kProducerWarps, lane = threadIdx.x % 32, group = lane >> 2, quad = lane & 3;
       int const column_group = Tile::kColumnGroups == 2 ? warp / 4 : 0, channels = Tile::kColumnGroups == 2 ? warp % 4 : warp;
       channel0 = block * Tile::kOutputChannels + channels * 16;
       column = (strip * Tile::kColumnGroups + column_group) * (Pool::kWindow ? 32 : 64);
@@ -82,10 +83,6 @@ struct Consumer {
   CUTLASS_DEVICE static State load_chain(Params const& params, int channel, float scale) {
     return Apply<Chain>::load(params.chain, channel, params.k, scale);
   }
-
-  struct alignas(2 * sizeof(Element)) Pair {
-    Element first, second;
-  };
 
   // Loop-invariant values of a warp's stores. Loading them again in every step costs 3 %: constant loads wait in front of stores.
   struct Store {
@@ -153,6 +150,29 @@ struct Consumer {
     }
   }
 
+  // Chain of a step's accumulators, into the tiles that the store warps empty.
+  CUTLASS_DEVICE static void stage_runs(SharedStorage& storage, Place const& place, State const (&chain)[2], float const (&upper)[32],
+                                        float const (&lower)[32], uint32_t phase) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const tile = 4 * i + place.warp % 4;
+      auto* target = reinterpret_cast<Element*>(storage.staging[tile]) + place.group * Tile::kRunPitch + place.warp / 4 * 64 + 2 * place.quad;
+      storage.run_free[tile].wait(phase ^ 1);
+#pragma unroll
+      for (int row = 0; row < 2; ++row)
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+          int const j = 4 * b + 2 * i;
+          cutlass::Array<float, 2> accumulators;
+          accumulators[0] = row ? lower[j] : upper[j], accumulators[1] = row ? lower[j + 1] : upper[j + 1];
+          auto const values = Apply<Chain>::eval(chain[i], accumulators);
+          *reinterpret_cast<Pair*>(target + row * (Tile::kRunPitch / 2) + 8 * b) = {Element(values[0]), Element(values[1])};
+        }
+      __syncwarp();
+      if (place.lane == 0) storage.run_full[tile].arrive();
+    }
+  }
+
   // The warp's staging tile -> device memory. rows: that are left of the image (without a pool).
   CUTLASS_DEVICE static void store(Params const& params, Store const& to, Place const& place, uint8_t const* staging, Element* output, int rows) {
     if constexpr (Tile::kChannelsLast) {
@@ -188,29 +208,25 @@ struct Consumer {
     }
   }
 
-  // Both rows of 16 channels, two columns a lane where all addresses are even. Bulk copies of such short rows take 65 cycles each,
-  // and 16-byte stores leave ends that cost more than they gain (docs/performance.md).
+  // Both rows of 16 channels, two columns a lane. Straight code: with a condition at every piece it took a third of the kernel's
+  // time. Bulk copies of such short rows take 65 cycles each, and 16-byte stores leave ends that cost more than they gain
+  // (docs/performance.md).
   CUTLASS_DEVICE static void store_rows(Store const& to, Place const& place, Element const* tile, Element* output, int rows) {
-    bool const even = to.pitch % 2 == 0;
-    auto const copy = [&](int channel, int row) {
-      Element const* source = tile + (2 * channel + row) * Tile::kStagingRow;
-      Element* target = output + int64_t(channel) * to.plane + (row ? to.pitch : 0);
-      if (even) {
-        Pair const pair = *reinterpret_cast<Pair const*>(source + 2 * place.lane);
-        if (2 * place.lane < to.columns) *reinterpret_cast<Pair*>(target + 2 * place.lane) = pair;
-      } else {
-        if (place.lane < to.columns) target[place.lane] = source[place.lane];
-        if (place.lane + 32 < to.columns) target[place.lane + 32] = source[place.lane + 32];
-      }
-    };
+    if (2 * place.lane >= to.columns) return;
+    Element const* source = tile + 2 * place.lane;
+    Element* target = output + 2 * place.lane;
+    auto const row = [&](Element* at, int i) { *reinterpret_cast<Pair*>(at) = *reinterpret_cast<Pair const*>(source + i * Tile::kStagingRow); };
     if (to.channels == 16 && rows > 1) {
-#pragma unroll 4
-      for (int channel = 0; channel < 16; ++channel) copy(channel, 0), copy(channel, 1);
+#pragma unroll
+      for (int channel = 0; channel < 16; ++channel, target += int64_t(to.plane)) {
+        row(target, 2 * channel), row(target + to.pitch, 2 * channel + 1);
+        if (channel % 4 == 3) asm volatile("" ::: "memory");  // more loads ahead take registers that the products need
+      }
     } else {
 #pragma unroll 1
-      for (int channel = 0; channel < to.channels; ++channel) {
-        copy(channel, 0);
-        if (rows > 1) copy(channel, 1);
+      for (int channel = 0; channel < to.channels; ++channel, target += int64_t(to.plane)) {
+        row(target, 2 * channel);
+        if (rows > 1) row(target + to.pitch, 2 * channel + 1);
       }
     }
   }
@@ -227,9 +243,12 @@ struct Consumer {
     }
   }
 
+  // The same for all lanes, and the compiler knows it: descriptors are then made of uniform registers.
+  CUTLASS_DEVICE static int column_group() { return (cutlass::canonical_warp_idx_sync() - Tile::kProducerWarps) / 4; }
+
   // Descriptors address shared memory in units of 16 bytes; bit 16 is the (unused) leading byte offset of 1.
   CUTLASS_DEVICE static uint32_t ring_base(Params const& params, SharedStorage& storage, Place const& place) {
-    uint32_t const pixel = (Tile::kShifted ? params.shift : 0) + (Tile::kColumnGroups == 2 ? place.warp / 4 * 64 : 0);
+    uint32_t const pixel = (Tile::kShifted ? params.shift : 0) + (Tile::kColumnGroups == 2 ? column_group() * 64 : 0);
     return ((cute::cast_smem_ptr_to_uint(storage.ring) >> 4) + pixel * (Tile::kPixelBytes / 16)) | (1u << 16);
   }
   static constexpr uint32_t kSlotUnits = 2 * Tile::kRowBytes / 16;
@@ -242,32 +261,70 @@ struct Consumer {
     Store const to(params, place);
     float upper[32], lower[32];
     uint32_t n = 0;
-    for (Work work = storage.work; work.valid();) {
+    [[maybe_unused]] uint32_t phase = 0;
+    // Without a pool a step's results are stored while the tensor cores work on the next step's. Where they go lies in shared memory
+    // meanwhile, and so does what is left of the work: registers are few.
+    [[maybe_unused]] bool staged = false;
+    auto const store_staged = [&] {
+      __syncwarp();
+      auto const& pending = storage.pending[place.warp];
+      store(params, to, place, staging, pending.output, pending.rows);
+      __syncwarp();
+    };
+    // Whole addresses are cheaper than the registers of a pointer that is kept, but for pooled NCHW.
+    constexpr bool kKeepsPointer = Pool::kWindow && !Tile::kChannelsLast;
+    Work work = Tile::kStoresLate ? storage.rest[place.warp] : storage.work;
+    while (work.valid()) {
       Segment const segment = work.advance(params);
+      if constexpr (Tile::kStoresLate) {
+        __syncwarp();
+        if (place.lane == 0) storage.rest[place.warp] = work;
+        __syncwarp();
+      }
       Element* output = to.start(params, place, segment);
+      if constexpr (Tile::kStoresLate) {
+        auto& pending = storage.pending[place.warp];
+        if (place.lane == 0) pending.next = output, pending.next_rows = rows_of(params, segment.step);
+      }
       if (Tile::kHalo) storage.slot_full[Use<Tile::kSlots>(n).index].wait(Use<Tile::kSlots>(n).phase);
-      int rows = rows_of(params, segment.step);
 #pragma unroll 1
-      for (int left = segment.count; left > 0; --left, ++n, rows -= 2) {
+      for (int left = segment.count; left > 0; --left, ++n) {
         Use<Tile::kSlots> const older(n), newer(n + Tile::kHalo);
         storage.slot_full[newer.index].wait(newer.phase);
         multiply(upper, lower, weights, ring + older.index * kSlotUnits, ring + newer.index * kSlotUnits);
+        if constexpr (Tile::kStoresLate) {
+          if (staged) store_staged();
+        }
         wait_for_products(upper, lower);
         __syncwarp();
         if (place.lane == 0) storage.slot_empty[older.index].arrive();
+        if constexpr (Tile::kStoreWarps) {
+          stage_runs(storage, place, chain, upper, lower, phase);
+          phase ^= 1;
+          continue;
+        }
         stage(params, place, staging, chain, upper, lower, 0, 0);
         stage(params, place, staging, chain, upper, lower, 16, 1);
-        __syncwarp();
-        // channels_last: whole addresses are cheaper than the registers of a pointer that is kept.
-        if (Tile::kChannelsLast) output = to.start(params, place, {segment.image, segment.step + segment.count - left, 1});
-        store(params, to, place, staging, output, rows);
-        if (!Tile::kChannelsLast) output += to.step(params);
-        __syncwarp();
+        if constexpr (Tile::kStoresLate) {
+          if (place.lane == 0) storage.pending[place.warp].advance(2 * to.pitch);
+          staged = true;
+        } else {
+          int const step = segment.step + segment.count - left;
+          if (!kKeepsPointer) output = to.start(params, place, {segment.image, step, 1});
+          __syncwarp();
+          store(params, to, place, staging, output, rows_of(params, step));
+          __syncwarp();
+        }
+        if (kKeepsPointer) output += to.step(params);
       }
       if (Tile::kHalo) {
         if (place.lane == 0) storage.slot_empty[Use<Tile::kSlots>(n).index].arrive();
         ++n;
       }
+      if constexpr (Tile::kStoresLate) work = storage.rest[place.warp];
+    }
+    if constexpr (Tile::kStoresLate) {
+      if (staged) store_staged();
     }
   }
 };

@@ -36,16 +36,18 @@ struct Producer {
       copy(storage.ring[use.index][1], 0, column, row + 1);
     }
   }
-  // By one thread: the next slot's load, if there is one. Its state lies in shared memory: registers are few.
-  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage) {
-    auto& next = storage.loads;
-    if (!next.left) {
-      if (!next.work.valid()) return;
-      Segment const segment = next.work.advance(params);
-      next.image = segment.image, next.row = 2 * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
+  // By one thread: the load of the team's next slot, if there is one. Its state lies in shared memory: registers are few.
+  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage, int team) {
+    auto& next = storage.loads[team];
+    for (bool mine = false; !mine; ++next.n, --next.left, next.row += 2) {
+      if (!next.left) {
+        if (!next.work.valid()) return;
+        Segment const segment = next.work.advance(params);
+        next.image = segment.image, next.row = 2 * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
+      }
+      mine = int(next.n % Tile::kTeams) == team;
+      if (mine) load(params, storage, next.n, next.image, next.row, next.column);
     }
-    load(params, storage, next.n, next.image, next.row, next.column);
-    ++next.n, --next.left, next.row += 2;
   }
 
   // Volatile keeps the compiler from hoisting loads beyond what the converters' 24 registers hold.
@@ -129,7 +131,7 @@ struct Producer {
   // Eight pixels of a channel pass if they are zero or the largest of them is within bounds. A channel that
   // is not, among others that are, is a stray: random data of which much is zero has some by chance, and what fp16 rounds off
   // them vanishes in what TF32 rounds off their neighbours. Counts strays; patches that do not fit count as more than allowed.
-  CUTLASS_DEVICE static void look_closely(uint32_t source, int32_t (&strays)[Tile::kConverters]) {
+  CUTLASS_DEVICE static void look_closely(uint32_t source, int32_t (&strays)[Tile::kProducerWarps]) {
     float most = 0.f;
     int small = 0;
 #pragma unroll 1
@@ -158,10 +160,10 @@ struct Producer {
     if (lane_index() == 0) strays[converter_index()] += small;
   }
 
-  // A raw tile into a slot, by all converters in turns.
-  CUTLASS_DEVICE static void convert(uint32_t raw, uint32_t slot, int32_t (&strays)[Tile::kConverters]) {
+  // A raw tile into a slot, by all converters in turns. few: all channels from 8 on are padding.
+  CUTLASS_DEVICE static void convert(uint32_t raw, uint32_t slot, [[maybe_unused]] bool few, int32_t (&strays)[Tile::kProducerWarps]) {
 #pragma unroll 1
-    for (Walk<Tile::kConverters> walk(raw, slot, converter_index()); walk.valid(); walk.advance()) {
+    for (Walk<Tile::kConverters> walk(raw, slot, converter_index() % Tile::kConverters); walk.valid(); walk.advance()) {
       uint32_t even[4], odd[4];
       [[maybe_unused]] bool suspect = false;
       if constexpr (Tile::kGuarded) {
@@ -174,6 +176,10 @@ struct Producer {
         };
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+          if (Tile::kChannels == 16 && j >= 2 && few) {
+            even[j] = odd[j] = 0;
+            continue;
+          }
           float2 const a = load_floats(walk.source + 2 * j * kChannelStep), b = load_floats(walk.source + (2 * j + 1) * kChannelStep);
           even[j] = halves(a.x, b.x), odd[j] = halves(a.y, b.y);
           look(a.x, b.x), look(a.y, b.y);
@@ -183,6 +189,10 @@ struct Producer {
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+          if (Tile::kChannels == 16 && j >= 2 && few) {
+            even[j] = odd[j] = 0;
+            continue;
+          }
           uint32_t const a = load_halves(walk.source + 2 * j * kChannelStep), b = load_halves(walk.source + (2 * j + 1) * kChannelStep);
           even[j] = __byte_perm(a, b, 0x5410), odd[j] = __byte_perm(a, b, 0x7632);
         }
@@ -210,12 +220,15 @@ struct Producer {
   // The count of slots lies in shared memory: a register more would spill.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
     auto const count = [&]() -> uint32_t volatile& { return storage.converted[converter_index()]; };
-    auto const loads = [&] { return converter_index() == 3 && lane_index() == 0; };
+    auto const team = [&] { return converter_index() / Tile::kConverters; };
+    auto const loads = [&] { return converter_index() % Tile::kConverters == 3 && lane_index() == 0; };
     if (loads()) {
-      for (int i = 0; i < Tile::kRawStages - 1; ++i) load_next(params, storage);
+      for (int i = 0; i < Tile::kRawStages / Tile::kTeams - 1; ++i) load_next(params, storage, team());
     }
+    if (lane_index() == 0) count() = team();
+    __syncwarp();
     while (count() < storage.slots) {
-      if (loads()) load_next(params, storage);  // into the stage that the slot before left
+      if (loads()) load_next(params, storage, team());  // into the stage that the team's slot before left
       __syncwarp();
       {
         uint32_t const n = count();
@@ -223,7 +236,7 @@ struct Producer {
         Use<Tile::kSlots> const slot(n);
         storage.raw_full[raw.index].wait(raw.phase);
         storage.slot_empty[slot.index].wait(slot.phase ^ 1);
-        convert(raw_address(storage, raw.index), slot_address(storage, slot.index), storage.strays);
+        convert(raw_address(storage, raw.index), slot_address(storage, slot.index), params.box_bytes <= Tile::kRawBytes / 2, storage.strays);
       }
       uint32_t const n = count();
       __syncwarp();
@@ -237,7 +250,7 @@ struct Producer {
           }
           if (strays) strays = 0;
         }
-        count() = n + 1;
+        count() = n + Tile::kTeams;
       }
       hand_over(storage, Use<Tile::kSlots>(n).index);
       if (lane_index() == 0) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();

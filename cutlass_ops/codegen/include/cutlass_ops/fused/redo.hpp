@@ -48,7 +48,7 @@ struct Redo {
       for (int k = 0; k < kInputs; ++k) {
         int const row = 2 * (segment.step + i + k) - params.padding_h;
         uint32_t const n = storage.slots + count * kInputs + k;
-        Produce::load(params, storage, n, segment.image, row, storage.loads.column);
+        Produce::load(params, storage, n, segment.image, row, storage.loads[0].column);
         storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();  // as a converter, which this warp is not here
       }
     });
@@ -165,17 +165,15 @@ struct Redo {
     return Produce::raw_address(storage, Use<Tile::kRawStages>(n).index);
   }
 
-  CUTLASS_DEVICE static void consume(Params const& params, SharedStorage& storage, typename Consume::Place const& place,
+  CUTLASS_DEVICE static void consume(Params const& params, SharedStorage& storage, typename Consume::Place place,
                                      typename Consume::Weights const& weights) {
+    // What follows from them is computed anew: kept from the loop before, it would spill.
+    for (int* value : {&place.warp, &place.lane, &place.group, &place.quad, &place.channel0, &place.column}) Consume::Store::keep(*value);
     uint32_t n = storage.slots;
     int const channels[2] = {place.channel0 + place.group, place.channel0 + place.group + 8};
-    typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
-    int const exponents[2] = {ilogbf(params.scales[channels[0]]), ilogbf(params.scales[channels[1]])};
     auto* staging = storage.staging[place.warp];
     uint32_t const ring = Consume::ring_base(params, storage, place);
-    typename Consume::Store const to(params, place);
     for_each(params, storage, [&](Segment const& segment, int i, uint32_t) {
-      auto* output = to.start(params, place, {segment.image, segment.step + i, 1});
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sums[2][16] = {};
@@ -194,7 +192,7 @@ struct Redo {
           n += kInputs, last = pass.y;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            int const exponent = min(max(pass.x + exponents[c], -252), 254);
+            int const exponent = min(max(pass.x + ilogbf(params.scales[channels[c]]), -252), 254);
             float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
 #pragma unroll
             for (int b = 0; b < 4; ++b)
@@ -205,9 +203,12 @@ struct Redo {
               }
           }
         } while (!last);
+        typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
         Consume::stage(params, place, staging, chain, sums[0], sums[1], 0, half);
       }
       __syncwarp();
+      typename Consume::Store const to(params, place);
+      auto* output = to.start(params, place, {segment.image, segment.step + i, 1});
       Consume::store(params, to, place, staging, output, Consume::rows_of(params, segment.step + i));
       __syncwarp();
     });

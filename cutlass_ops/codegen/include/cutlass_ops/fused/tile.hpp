@@ -67,7 +67,13 @@ struct Tile {
   // fill the registers, in columns where there are few input channels (rows of the result are then written whole).
   static constexpr int kChannelGroups = kChannels == 64 ? 2 : 1, kColumnGroups = 2 / kChannelGroups;
   static constexpr int kOutputChannels = 64 * kChannelGroups, kStrip = 64 * kColumnGroups;
-  static constexpr int kConsumerWarps = 8, kThreads = 384, kConverters = 4;
+  // Few input channels leave registers for warps that only store (storer.hpp).
+  static constexpr int kStoreWarps = !Pool::kWindow && !kChannelsLast && kChannels == 16 ? 4 : 0;
+  // Where consumers store themselves what is not pooled, they do so while the tensor cores work on the next step.
+  static constexpr bool kStoresLate = !Pool::kWindow && !kChannelsLast && !kStoreWarps && sizeof(Element) == 4;
+  // Four warps convert a slot. Where stores are not in the consumers' way, two such teams take turns.
+  static constexpr int kConsumerWarps = 8, kConverters = 4, kTeams = kStoreWarps ? 2 : 1, kProducerWarps = kTeams * kConverters;
+  static constexpr int kThreads = 32 * (kProducerWarps + kConsumerWarps + kStoreWarps);
   static constexpr int kHalo = R / 2;  // slots that a step shares with the next
 
   static constexpr int kAlignment = 16 / int(sizeof(Element));  // columns
@@ -80,10 +86,12 @@ struct Tile {
   static_assert(kColumns <= kBoxColumns && (!kConverts || (kBoxColumns * sizeof(Element)) % 16 == 0));
   static constexpr int kPixelBytes = kChannels * 2, kRowBytes = kRingColumns * kPixelBytes;
   static_assert(kRowBytes % (8 * kPixelBytes) == 0);
-  static constexpr int kSlots = kConverts ? 4 : 8, kRawStages = kConverts ? 2 : 1;  // reading further ahead gets in the way of the stores: 0.264 -> 0.209 ms (problem 57)
+  // Reading further ahead gets in the way of the stores; a stage a team is on its way, and one is converted.
+  static constexpr int kSlots = kConverts ? 4 : 8, kRawStages = kConverts ? 2 * kTeams : 1;
   static constexpr int kRawBytes = kConverts ? kChannels * kBoxPixels * int(sizeof(Element)) : 128;
   // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
-  static constexpr int kProducerRegisters = kChannels == 64 ? 24 : 72, kConsumerRegisters = kChannels == 64 ? 240 : 208;
+  static constexpr int kProducerRegisters = kChannels == 64 ? 24 : kStoreWarps ? 64 : 72;
+  static constexpr int kConsumerRegisters = kChannels == 64 ? 240 : kStoreWarps ? 144 : 208;
   static constexpr int kMisfitWords = 256;
 
   // For the layout table: a step's conv outputs x output channels x input channels, its columns in the result.
@@ -97,7 +105,16 @@ struct Tile {
   static constexpr int kPixels = Pool::kWindow ? 32 : 128;  // of a warp's tile
   static constexpr int kStagingRow = 64 + 16 / int(sizeof(Element)), kStagingPitch = 36, kStagingPixel = 24;
   static constexpr int kRowsBytes = 32 * kStagingRow * int(sizeof(Element));
-  static constexpr int kStagingBytes = kChannelsLast ? kPixels * kStagingPixel * 2 : Pool::kWindow ? 16 * kStagingPitch * 4 : kRowsBytes;
+  // Rows of NCHW results have even sizes: those of x are multiples of 16 bytes, for TMA, and filters have odd ones.
+  struct alignas(2 * sizeof(Element)) Pair {
+    Element first, second;
+  };
+  // A tile of the store warps: 8 channels x 2 rows x 128 columns. It also holds what redo.hpp stages.
+  static constexpr int kRunPitch = 264, kRunBytes = 8 * kRunPitch * int(sizeof(Element));
+  static constexpr int kStagingBytes = kChannelsLast     ? kPixels * kStagingPixel * 2
+                                       : Pool::kWindow   ? 16 * kStagingPitch * 4
+                                       : kStoreWarps > 0 ? cute::max(kRunBytes, kRowsBytes)
+                                                         : kRowsBytes;
 
   struct SharedStorage {
     alignas(1024) uint8_t ring[kSlots][2][kRowBytes];
@@ -105,20 +122,27 @@ struct Tile {
     alignas(16) uint8_t staging[kConsumerWarps][kStagingBytes];
     Full raw_full[kRawStages], slot_full[kSlots];
     Barrier raw_empty[kRawStages], slot_empty[kSlots], finished;
+    Barrier run_full[kConsumerWarps], run_free[kConsumerWarps];  // storer.hpp
     uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
-    int32_t strays[kConverters];                    // small values that a converter let pass in a slot
-    uint32_t converted[kConverters];                // slots that a converter is done with
+    int32_t strays[kProducerWarps];                 // small values that a converter let pass in a slot
+    uint32_t converted[kProducerWarps];             // the slot that a converter is at
     struct {
       Work work;
       int column, image, row, left;
       uint32_t n;
-    } loads;                                        // where the next load is
+    } loads[kTeams];                                // where the next load is
     uint32_t found[2][kConverters];                 // redo.hpp
     struct {
       uint32_t left, tiles, slots, turn;
     } redo[kConverters];                            // redo.hpp
     int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the step's last}
     int32_t any_misfit;
+    Work rest[kStoresLate ? kConsumerWarps : 1];  // of the CTA's work, that a warp has not begun
+    struct {
+      Element *output, *next;  // where the results in a warp's staging tile go, and the next ones of the segment
+      int rows, next_rows;     // that are left of the image there
+      CUTLASS_DEVICE void advance(int elements) { output = next, rows = next_rows, next += elements, next_rows -= 2; }
+    } pending[kStoresLate ? kConsumerWarps : 1];
     Work work;        // all of the CTA's
     uint32_t slots;   // that it reads
     uint32_t misfit_shift;  // slots of a bit in `misfits`, as a power of two
