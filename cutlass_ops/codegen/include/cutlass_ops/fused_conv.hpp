@@ -43,7 +43,9 @@ struct FusedConv : Tile_ {
         storage.slot_full[i].init(Tile::kConverts ? Tile::kConverters : 1), storage.slot_empty[i].init(Tile::kConsumerWarps);
       }
       for (int i = 0; i < Tile::kProducerWarps; ++i) storage.strays[i] = 0;
-      for (int i = 0; i < Tile::kConsumerWarps; ++i) storage.run_full[i].init(2), storage.run_free[i].init(1);
+      if constexpr (Tile::kStoreWarps) {
+        for (int i = 0; i < Tile::kTiles; ++i) storage.run_full[i].init(2 * 32), storage.run_free[i].init(32);
+      }
       storage.finished.init(Tile::kThreads / 32);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();

@@ -157,7 +157,7 @@ struct Consumer {
     for (int i = 0; i < 2; ++i) {
       int const tile = 4 * i + place.warp % 4;
       auto* target = reinterpret_cast<Element*>(storage.staging[tile]) + place.group * Tile::kRunPitch + place.warp / 4 * 64 + 2 * place.quad;
-      storage.run_free[tile].wait(phase ^ 1);
+      Storer<Tile, Params>::wait(storage.run_free[tile], phase ^ 1);
 #pragma unroll
       for (int row = 0; row < 2; ++row)
 #pragma unroll
@@ -168,8 +168,7 @@ struct Consumer {
           auto const values = Apply<Chain>::eval(chain[i], accumulators);
           *reinterpret_cast<Pair*>(target + row * (Tile::kRunPitch / 2) + 8 * b) = {Element(values[0]), Element(values[1])};
         }
-      __syncwarp();
-      if (place.lane == 0) storage.run_full[tile].arrive();
+      Storer<Tile, Params>::arrive(storage.run_full[tile]);
     }
   }
 

@@ -16,6 +16,18 @@ struct Storer {
   using Element = typename Tile::Element;
   static constexpr int kPitch = Tile::kRunPitch, kRow = kPitch / 2;
 
+  // CUTLASS's own wait and arrive let the compiler move loads and stores of the tile to their other side. All lanes arrive, so
+  // that racecheck can follow.
+  CUTLASS_DEVICE static void wait(typename Tile::Barrier& barrier, uint32_t phase) {
+    barrier.wait(phase);
+    asm volatile("" ::: "memory");
+  }
+
+  CUTLASS_DEVICE static void arrive(typename Tile::Barrier& barrier) {
+    asm volatile("" ::: "memory");
+    barrier.arrive();
+  }
+
   // By four warps, each for 16 channels: 8 from one tile, 8 from another.
   CUTLASS_DEVICE static void store_all(Params const& params, SharedStorage& storage, int strip, int block) {
     int const channels = threadIdx.x / 32 % 4, channel0 = block * Tile::kOutputChannels + 16 * channels;
@@ -34,7 +46,7 @@ struct Storer {
           int const channel = channel0 + 8 * i, count = min(8, params.k - channel);
           auto* output = static_cast<Element*>(params.output) + (int64_t(segment.image) * params.k + channel) * plane +
                          int64_t(2 * step) * params.out_w + column;
-          storage.run_full[4 * i + channels].wait(phase);
+          wait(storage.run_full[4 * i + channels], phase);
           if (one_run) {
             store<Tile::kStrip>(tile, output, plane, count, width, rows * width);
           } else {
@@ -42,8 +54,7 @@ struct Storer {
             for (int row = 0; row < rows; ++row, output += params.out_w, tile += kRow)
               store<Tile::kStrip / 2>(tile, output, plane, count, width, width);
           }
-          __syncwarp();
-          if (threadIdx.x % 32 == 0) storage.run_free[4 * i + channels].arrive();
+          arrive(storage.run_free[4 * i + channels]);
         }
       }
     }

@@ -110,6 +110,7 @@ struct Tile {
     Element first, second;
   };
   // A tile of the store warps: 8 channels x 2 rows x 128 columns. It also holds what redo.hpp stages.
+  static constexpr int kTiles = kStoreWarps ? kConsumerWarps : 1;
   static constexpr int kRunPitch = 264, kRunBytes = 8 * kRunPitch * int(sizeof(Element));
   static constexpr int kStagingBytes = kChannelsLast     ? kPixels * kStagingPixel * 2
                                        : Pool::kWindow   ? 16 * kStagingPitch * 4
@@ -122,7 +123,7 @@ struct Tile {
     alignas(16) uint8_t staging[kConsumerWarps][kStagingBytes];
     Full raw_full[kRawStages], slot_full[kSlots];
     Barrier raw_empty[kRawStages], slot_empty[kSlots], finished;
-    Barrier run_full[kConsumerWarps], run_free[kConsumerWarps];  // storer.hpp
+    Barrier run_full[kTiles], run_free[kTiles];  // storer.hpp
     uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
     int32_t strays[kProducerWarps];                 // small values that a converter let pass in a slot
     uint32_t converted[kProducerWarps];             // the slot that a converter is at
