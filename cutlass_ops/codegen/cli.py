@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Optional
 
 from ..errors import BuildError, ChainError
+from ..project import locate
 from ..spec import Spec
 from ..specs import OPERATORS
 
@@ -35,8 +36,8 @@ def load_specs(path: Path) -> list[Spec]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Build the kernels ahead of time; needs no GPU.")
-    parser.add_argument("--spec", type=Path, help="a Python file with your own specs (default: the shipped operators)")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: generated/; with --spec: NAME_kernels/)")
+    parser.add_argument("--spec", type=Path, help="your own project folder, or a Python file with specs (default: the shipped operators)")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: generated/; a project's: in its package)")
     parser.add_argument("--nvcc", help="another nvcc 13.0 than the one from PyPI")
     parser.add_argument("--jobs", type=int, default=0, help="compilations at a time (default: one a core)")
     parser.add_argument("--check", action="store_true", help="change nothing; rebuild elsewhere and fail where anything differs")
@@ -55,9 +56,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return 1
     started = time.monotonic()
     try:
-        specs = load_specs(options.spec) if options.spec else list(OPERATORS.values())
-        default = Path(f"{options.spec.stem}_kernels") if options.spec else Path("generated")
-        out = options.out or default
+        own = locate(options.spec) if options.spec else None
+        specs = load_specs(own.specs) if own else list(OPERATORS.values())
+        out = options.out or (own.kernels if own else Path("generated"))
         found = toolchain.find(options.nvcc)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, transient=True) as bar:

@@ -1,0 +1,39 @@
+"""`cutlass-ops wheel`: the wheel of a user's project."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Optional
+
+import click
+
+from ..errors import CutlassOpsError
+
+
+@click.command()
+@click.argument("project", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the wheel (default: dist/ in the project).")
+@click.option("--allow-unverified", is_flag=True, help="Also pack kernels without a record of a passed GPU check.")
+def command(project: Path, out: Optional[Path], allow_unverified: bool) -> None:
+    """Build a wheel of a PROJECT folder that `cutlass-ops new` made, with its kernels; needs no GPU.
+
+    Kernels that are missing, damaged, or without a record of a passed GPU check (`cutlass-ops check`) are refused. Those that
+    --allow-unverified lets through are used only where CUTLASS_OPS_ALLOW_UNVERIFIED=1 is set. The same project gives the same
+    bytes each time. One wheel serves x86-64 and Arm hosts.
+
+    \b
+    Example:
+      cutlass-ops wheel my_ops
+    """
+    from ..project import locate, wheel
+
+    try:
+        built = wheel.build(locate(project), out or project / "dist", allow_unverified=allow_unverified)
+    except CutlassOpsError as error:
+        raise click.ClickException(str(error)) from error
+    if built.unverified:
+        names = ", ".join(built.unverified)
+        click.echo(f"warning: without a record of a passed GPU check, so used only with CUTLASS_OPS_ALLOW_UNVERIFIED=1: {names}", err=True)
+    data = built.path.read_bytes()
+    click.echo(f"{built.path}\n{len(data)} bytes, operators: {', '.join(built.operators)}\nsha256 {hashlib.sha256(data).hexdigest()}")
