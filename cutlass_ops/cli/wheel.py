@@ -1,4 +1,4 @@
-"""`cutlass-ops wheel`: the wheel of a user's project."""
+"""`cutlass-ops wheel`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ from typing import Optional
 
 import click
 
-from ..errors import CutlassOpsError
+from ..project import locate, wheel
 
 
-@click.command()
+@click.command(short_help="Pack an operator of your own and its verified kernels into a wheel.")
 @click.argument("project", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the wheel (default: dist/ in the project).")
 @click.option("--allow-unverified", is_flag=True, help="Also pack kernels without a record of a passed GPU check.")
 def command(project: Path, out: Optional[Path], allow_unverified: bool) -> None:
-    """Build a wheel of a PROJECT folder that `cutlass-ops new` made, with its kernels; needs no GPU.
+    r"""Pack a PROJECT folder that `cutlass-ops new` made, with its kernels, into a wheel. Needs the extra `build`, but no GPU.
 
     Kernels that are missing, damaged, or without a record of a passed GPU check (`cutlass-ops check`) are refused. Those that
     --allow-unverified lets through are used only where CUTLASS_OPS_ALLOW_UNVERIFIED=1 is set. The same project gives the same
     bytes each time. One wheel serves x86-64 and Arm hosts.
 
     \b
-    Example:
+    Examples:
       cutlass-ops wheel my_ops
+      cutlass-ops wheel my_ops --out dist --allow-unverified
     """
-    from ..project import locate, wheel
-
-    try:
-        built = wheel.build(locate(project), out or project / "dist", allow_unverified=allow_unverified)
-    except CutlassOpsError as error:
-        raise click.ClickException(str(error)) from error
+    built = wheel.build(locate(project), out or project / "dist", allow_unverified=allow_unverified)
     if built.unverified:
         names = ", ".join(built.unverified)
         click.echo(f"warning: without a record of a passed GPU check, so used only with CUTLASS_OPS_ALLOW_UNVERIFIED=1: {names}", err=True)

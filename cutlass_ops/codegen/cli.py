@@ -17,7 +17,8 @@ from ..specs import OPERATORS
 
 
 def load_specs(path: Path) -> list[Spec]:
-    """The specs that a user's Python file defines. Raises BuildError where there is none."""
+    """The specs that a user's project folder or Python file defines. Raises BuildError where there is none."""
+    path = locate(path).specs
     if not path.is_file():
         raise BuildError(f"expected a Python file with specs at {path}, found none")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -32,6 +33,11 @@ def load_specs(path: Path) -> list[Spec]:
     if not specs:
         raise BuildError(f"expected at least one function under @cutlass_ops.operator(...) in {path}, found none")
     return specs
+
+
+def kernels_folder(spec: Optional[Path]) -> Path:
+    """Where the kernels of a project folder or Python file go (None: of the shipped operators) unless another folder is named."""
+    return locate(spec).kernels if spec else Path("generated")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,9 +62,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return 1
     started = time.monotonic()
     try:
-        own = locate(options.spec) if options.spec else None
-        specs = load_specs(own.specs) if own else list(OPERATORS.values())
-        out = options.out or (own.kernels if own else Path("generated"))
+        specs = load_specs(options.spec) if options.spec else list(OPERATORS.values())
+        out = options.out or kernels_folder(options.spec)
         found = toolchain.find(options.nvcc)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, transient=True) as bar:

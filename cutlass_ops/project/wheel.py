@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
-from ..errors import BuildError, InstallationError
+from ..errors import BuildError
 from ..loader import KernelSet
 from ..plugins import GROUP
 from . import Source

@@ -32,7 +32,7 @@ def test_only_tests_too_large_for_the_gpu_may_be_skipped(tmp_path, tests, counts
     file = tmp_path / f"test_{tmp_path.name}.py"  # a name that no other test has imported
     file.write_text("import pytest\n" + tests)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = large\n")
-    assert verification.run_tests([file], tmp_path) == (counts, passed)
+    assert verification.run_tests([file]) == (counts, passed)
 
 
 @pytest.mark.parametrize("name", cutlass_ops.OPERATORS)
