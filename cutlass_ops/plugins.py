@@ -14,7 +14,7 @@ from .ops import Operator
 from .spec import Spec
 from .specs import OPERATORS
 
-__all__ = ["GROUP", "installed", "load", "owner"]
+__all__ = ["GROUP", "distribution_of", "installed", "load", "owner"]
 
 GROUP = "cutlass_ops.operators"
 
@@ -29,8 +29,8 @@ def installed() -> dict[str, EntryPoint]:
         other = found.get(point.name)
         if other is not None or point.name in OPERATORS:
             raise InstallationError(
-                f"expected every operator's name in one package, got {point.name!r} in {_distribution(other)} and in "
-                f"{_distribution(point)}; uninstall one of them, or rename the operator there"
+                f"expected every operator's name in one package, got {point.name!r} in {distribution_of(other)} and in "
+                f"{distribution_of(point)}; uninstall one of them, or rename the operator there"
             )
         found[point.name] = point
     return found
@@ -54,12 +54,12 @@ def load(name: str) -> Operator:
         found = point.load()
     except Exception as error:
         raise InstallationError(
-            f"expected the operator {name} at {point.value} of {_distribution(point)}, got {type(error).__name__}: {error}; "
+            f"expected the operator {name} at {point.value} of {distribution_of(point)}, got {type(error).__name__}: {error}; "
             "mend or uninstall the package"
         ) from error
     if not isinstance(found, Operator) or found.spec.name != name:
         raise InstallationError(
-            f"expected the cutlass_ops.Operator {name} at {point.value} of {_distribution(point)}, got {found!r}; correct the "
+            f"expected the cutlass_ops.Operator {name} at {point.value} of {distribution_of(point)}, got {found!r}; correct the "
             f'package\'s entry point in the group "{GROUP}"'
         )
     return found
@@ -70,12 +70,12 @@ def owner(spec: Spec) -> str:
     top = spec.chain.__module__.partition(".")[0]
     file = spec.chain.__code__.co_filename
     if top == __package__:
-        return f"{_distribution(None)} ({file})"
+        return f"{distribution_of(None)} ({file})"
     point = next((p for p in entry_points(group=GROUP) if p.value.partition(":")[0].partition(".")[0] == top), None)
-    return f"{_distribution(point)} ({file})" if point else file
+    return f"{distribution_of(point)} ({file})" if point else file
 
 
-def _distribution(point: Optional[EntryPoint]) -> str:
+def distribution_of(point: Optional[EntryPoint]) -> str:
     """Name and version of the distribution that an entry point belongs to; without one, of this package."""
     if point is None:
         from . import __version__

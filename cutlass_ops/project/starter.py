@@ -69,17 +69,20 @@ def _check_package(name: str) -> None:
         raise BuildError(f"expected a package name that is free, got {name!r}, which Python's standard library has; choose another")
     if name in ("cutlass_ops", "tests"):
         raise BuildError(f"expected a package name that is free, got {name!r}; choose another")
-    owners = packages_distributions().get(name)
-    if owners:
-        raise BuildError(f"expected a package name that is free, got {name!r}, which {owners[0]} has; choose another")
+    owner = next(iter(packages_distributions().get(name, [])), None)
+    if owner is not None:
+        raise BuildError(f"expected a package name that is free, got {name!r}, which {owner} has; choose another")
 
 
 def _check_operator(name: str) -> None:
     _check_name("operator", name)
     if name in _TEMPLATE_NAMES:
         raise BuildError(f"expected an operator name that the project's files do not use otherwise, got {name!r}; choose another")
-    if name in plugins.installed():
-        raise BuildError(f"expected an operator name that is free, got {name!r}, which an installed package has; choose another")
+    taken = plugins.installed().get(name)
+    if taken is not None:
+        raise BuildError(
+            f"expected an operator name that is free, got {name!r}, which {plugins.distribution_of(taken)} has; choose another"
+        )
 
 
 def _check_name(what: str, name: str) -> None:
