@@ -29,7 +29,7 @@ def command(project: Path, out: Optional[Path], allow_unverified: bool) -> None:
     """
     built = wheel.build(locate(project), out or project / "dist", allow_unverified=allow_unverified)
     if built.unverified:
-        names = ", ".join(built.unverified)
-        click.echo(f"warning: without a record of a passed GPU check, so used only with CUTLASS_OPS_ALLOW_UNVERIFIED=1: {names}", err=True)
+        names = wheel.some(built.unverified)
+        click.echo(f"warning: {names} have no record of a passed GPU check: used only where CUTLASS_OPS_ALLOW_UNVERIFIED=1", err=True)
     data = built.path.read_bytes()
     click.echo(f"{built.path}\n{len(data)} bytes, operators: {', '.join(built.operators)}\nsha256 {hashlib.sha256(data).hexdigest()}")

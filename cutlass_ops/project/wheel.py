@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..loader import KernelSet
 from ..plugins import GROUP
 from . import Source
 
-__all__ = ["Built", "build"]
+__all__ = ["Built", "build", "some"]
 
 #: Loads each operator from the wheel alone, as a user of it would.
 _LOAD = "import sys; sys.path.insert(0, sys.argv[1]); from cutlass_ops import plugins; [plugins.load(name) for name in sys.argv[2:]]"
@@ -51,7 +52,7 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
     if unverified and not allow_unverified:
         raise BuildError(
             f"expected a record of a passed GPU check in {source.kernels / 'gpu_checks.json'} for each cubin, found none for "
-            f"{', '.join(unverified)}; run cutlass-ops check {source.root} on a Hopper GPU, or allow unverified ones"
+            f"{some(unverified)}; run cutlass-ops check {source.root} on a Hopper GPU, or pack them unverified with --allow-unverified"
         )
     operators = tuple(sorted({k.operator for k in kernels.manifest.kernels} - {""}))
     with tempfile.TemporaryDirectory(prefix="cutlass_ops_wheel_") as temporary:
@@ -60,6 +61,11 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
         _check_entry_points(wheel, operators, source.kernels.parent.name)
         _check_loads(wheel, operators)
         return Built(_place(wheel, out), operators, unverified)
+
+
+def some(names: Sequence[str]) -> str:
+    """Names for a message: a few, and how many more there are."""
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 
 def _backend(root: Path, out: Path) -> Path:
