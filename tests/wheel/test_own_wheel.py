@@ -12,13 +12,12 @@ import os
 import re
 import shutil
 import subprocess
-import venv
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from cutlass_ops import BuildError, InstallationError, __version__
@@ -191,32 +190,23 @@ def test_unverified_kernels_are_packed_where_they_are_allowed_and_named(tmp_path
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Runs code where cutlass_ops and two users' wheels are installed, with PyTorch from the environment of the tests; its output."""
+def python(tmp_path_factory: pytest.TempPathFactory, install: Callable[[Path], Path]) -> Callable[[str], str]:
+    """Runs code where two users' wheels are installed; returns what it prints."""
     folder = tmp_path_factory.mktemp("own")
     wheels = [
         wheel.build(locate(make_project(folder / name, operator)), folder / "dist").path
         for name, operator in (("own_ops", "conv2d_own"), ("other_ops", "conv2d_other"))
     ]
-    return environment(folder / "environment", *wheels)
+    return environment(install(folder / "environment"), *wheels)
 
 
-def environment(folder: Path, *wheels: Path) -> Callable[[str], str]:
-    """A virtual environment with cutlass_ops as scripts/build_wheel.py packs it and these wheels, and what they need from here."""
-    venv.create(folder)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    shutil.copytree(ROOT / "cutlass_ops", packages / "cutlass_ops", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "generated", packages / "cutlass_ops" / "generated", ignore=shutil.ignore_patterns("*.cu"))
-    info = packages / "cutlass_ops-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cutlass_ops\nVersion: 0.1.0\n")
-    for path in wheels:
-        with zipfile.ZipFile(path) as archive:
-            archive.extractall(packages)
-    (packages / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+def environment(python: Path, *wheels: Path) -> Callable[[str], str]:
+    """Install wheels into an environment; returns what runs code there."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, *wheels], check=True)
 
     def execute(code: str) -> str:
-        done = subprocess.run([folder / "bin" / "python", "-I", "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False)
         return done.stdout if done.returncode == 0 else done.stderr
 
     return execute
@@ -256,9 +246,9 @@ def test_each_is_found_by_its_operators_name(python: Callable[[str], str]) -> No
     ).splitlines() == ["('conv2d_other', 'other_ops') ('conv2d_own', 'own_ops')", "other_ops own_ops"]
 
 
-def test_wheels_with_one_operators_name_are_an_error_that_names_both(tmp_path: Path) -> None:
+def test_wheels_with_one_operators_name_are_an_error_that_names_both(tmp_path: Path, install: Callable[[Path], Path]) -> None:
     wheels = [wheel.build(locate(make_project(tmp_path / name, "conv2d_own")), tmp_path / "dist").path for name in ("own_ops", "other_ops")]
-    python = environment(tmp_path / "environment", *wheels)
+    python = environment(install(tmp_path / "environment"), *wheels)
     assert re.search(
         r"InstallationError: expected every operator's name in one package, got 'conv2d_own' in (own|other)_ops 0\.1\.0 and in "
         r"(own|other)_ops 0\.1\.0; uninstall",
