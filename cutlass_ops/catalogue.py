@@ -37,7 +37,9 @@ def find_operator(name: str, among: Optional[dict[str, Operator]] = None) -> Ope
     """The operator of this name (among these; default: all). Raises UnknownNameError, with what the name may have meant."""
     known = operators() if among is None else among
     if name not in known:
-        raise UnknownNameError(f"expected an operator, got {name!r}; {_meant(name, known)}")
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = f"did you mean {close[0]}? There" if close else "there"
+        raise UnknownNameError(f"expected an operator, got {name!r}; {meant} are {', '.join(known) or 'none'}")
     return known[name]
 
 
@@ -47,12 +49,7 @@ def hopper(name: str) -> DeviceFacts:
     for known, sm_count in HOPPER.items():
         if known.lower() == f"nvidia {plain}":
             return DeviceFacts(known, (9, 0), sm_count)
-    raise UnknownNameError(f"expected a Hopper GPU, got {name!r}; {_meant(name, HOPPER)}")
-
-
-def _meant(name: str, known: dict[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}? There are {', '.join(known)}" if close else f"there are {', '.join(known)}"
+    raise UnknownNameError(f"expected a Hopper GPU, got {name!r}; there are {', '.join(HOPPER)}")
 
 
 def present_gpu() -> Optional[DeviceFacts]:
@@ -74,6 +71,8 @@ def plan_call(
 
     `arguments`: those of the call after the tensors. Tensors have no data (PyTorch's meta device); all vectors are given.
     """
+    if min(*x_shape, *weight_shape) < 0:
+        raise ValueError(f"expected sizes of at least 0, got x {tuple(x_shape)} and weight {tuple(weight_shape)}")
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in (x_shape, weight_shape))
     if x.dim() == weight.dim() == 4:

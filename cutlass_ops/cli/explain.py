@@ -88,7 +88,7 @@ def command(
     given = {name: _unwrapped(value) for name, value in arguments.items() if value is not None}
     try:
         problem, selection = plan_call(op, gpu, shape, weight, getattr(torch, dtype), channels_last=layout == "channels_last", **given)
-    except (TypeError, ValueError, RuntimeError) as error:  # of PyTorch: a size below 0
+    except (TypeError, ValueError) as error:
         raise Failure(str(error)) from error
     if here is None and device is None:
         click.echo(f"no GPU here: this is the plan on an {gpu.name}; --device names another", err=True)

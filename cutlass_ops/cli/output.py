@@ -17,19 +17,24 @@ from rich.table import Table
 Step = Callable[[str, int, int], None]
 
 _UNLIMITED = 100_000  # columns: a line of a pipe is one row, which grep finds whole
+_LEAST = 30  # columns of the last, folded one
 
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table: numbers flush right; for a terminal folded into its width, else one plain line a row."""
+    """Print a table: numbers flush right. On a terminal wide enough the last column is folded; elsewhere a row is one plain line."""
+    columns = [[header, *(str(row[i]) for row in rows)] for i, header in enumerate(headers)]
+    widths = [max(map(len, column)) for column in columns]
     console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console = Console(markup=False, highlight=False, width=_UNLIMITED, no_color=True)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    pretty = console.is_terminal and console.width >= sum(widths[:-1]) + min(widths[-1], _LEAST) + 3 * len(widths)
+    if not pretty:
+        console = Console(markup=False, highlight=False, width=_UNLIMITED, no_color=True, force_terminal=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD if pretty else None, pad_edge=False)
     for i, header in enumerate(headers):
         numeric = all(isinstance(row[i], int) for row in rows)
-        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+        fixed = None if i + 1 == len(headers) else widths[i]
+        table.add_column(header, justify="right" if numeric else "left", overflow="fold", min_width=fixed)
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*map(str, row))
     with console.capture() as captured:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
