@@ -1,4 +1,4 @@
-"""The GPU check: tests, accuracy of every operator and plan, and the record for each cubin.
+"""The GPU check (`cutlass-ops check`, scripts/check_gpu.py): tests, accuracy of every operator and plan, the record for each cubin.
 
 Needs a Hopper GPU; using the operators needs nothing of it. `accuracy.Criterion` says what "accurate" means.
 """
@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 
-from . import driver
+from . import catalogue, driver
 from .accuracy import Accuracy, Criterion, serving, uniform
 from .environment import environment
 from .errors import InstallationError
 from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel, shipped_kernels
 from .manifest import KernelRecord, Manifest, read_checks
-from .ops import _OPERATORS, Operator, use_plan
+from .ops import Operator, use_plan
 from .problem import DTYPES
 
 __all__ = ["check", "check_kernels", "check_own", "missing_gpu"]
@@ -57,10 +57,8 @@ def check_kernels(spec: Optional[Path], kernels: Optional[Path], *, tests: bool 
     folder = shipped_kernels()
     found = sorted(TESTS.glob("test_*.py")) if tests else []  # not pytorch/, which says nothing of a cubin
     if tests and not found:
-        raise InstallationError(
-            f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or print the accuracy table only"
-        )
-    return check([op for op in _OPERATORS.values() if op.kernels == folder], folder, found, commit)
+        raise InstallationError(f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or without tests")
+    return check([op for op in catalogue.operators().values() if op.kernels == folder], folder, found, commit)
 
 
 # ---- the table of every operator and plan ------------------------------------------------------------------------

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import cutlass_ops
+from cutlass_ops import ops
+
 torch.set_num_threads(1)
 
 PACKAGE = """\
@@ -50,3 +53,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def only_shipped_operators(monkeypatch):
+    """Without the operators that other tests have made in this process; what the test makes is forgotten."""
+    monkeypatch.setattr(ops, "_OPERATORS", {name: getattr(cutlass_ops, name) for name in cutlass_ops.OPERATORS})
