@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 
-from . import driver
+from . import driver, ops
 from .accuracy import Accuracy, Criterion, serving, uniform
 from .environment import environment
 from .errors import InstallationError
 from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel, shipped_kernels
 from .manifest import KernelRecord, Manifest, read_checks
-from .ops import _OPERATORS, Operator, use_plan
+from .ops import Operator, use_plan
 from .problem import DTYPES
 
 __all__ = ["check", "check_kernels", "check_own", "missing_gpu"]
@@ -60,7 +60,7 @@ def check_kernels(spec: Optional[Path], kernels: Optional[Path], *, tests: bool 
         raise InstallationError(
             f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or print the accuracy table only"
         )
-    return check([op for op in _OPERATORS.values() if op.kernels == folder], folder, found, commit)
+    return check([op for op in ops._OPERATORS.values() if op.kernels == folder], folder, found, commit)
 
 
 # ---- the table of every operator and plan ------------------------------------------------------------------------

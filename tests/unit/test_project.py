@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from cutlass_ops import BuildError, Spec
-from cutlass_ops.cli.new import command
+from cutlass_ops.cli import new, wheel
 from cutlass_ops.codegen.cli import kernels_folder, load_specs
 from cutlass_ops.project import Source, locate, starter
 
@@ -39,7 +39,7 @@ FILES = {"NOTICE", "README.md", "pyproject.toml", "my_ops/__init__.py", "my_ops/
 
 def test_new_writes_a_project_and_says_what_comes_next(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(command, ["my_ops", "--operator", "conv2d_scale"])
+    result = CliRunner().invoke(new.command, ["my_ops", "--operator", "conv2d_scale"])
     assert result.exit_code == 0, result.output
     assert set(result.output.splitlines()[:-1]) == {f"my_ops/{name}" for name in FILES}
     assert result.output.splitlines()[-1] == "Say what it computes in my_ops/my_ops/specs.py, then: cutlass-ops build my_ops"
@@ -51,6 +51,13 @@ def test_new_writes_a_project_and_says_what_comes_next(tmp_path, monkeypatch):
     assert 'conv2d_scale = "my_ops:conv2d_scale"' in written["pyproject.toml"]
     for name in ("LICENSE", "NOTICE"):
         assert (REPOSITORY / name).read_text() in written["NOTICE"]
+
+
+@pytest.mark.parametrize("command", [new.command, wheel.command])
+def test_the_help_shows_each_example_on_a_line_of_its_own(command):
+    lines = CliRunner().invoke(command, ["--help"], terminal_width=80).output.splitlines()
+    examples = [line for line in lines if line.strip().startswith(f"cutlass-ops {command.callback.__module__.rpartition('.')[2]} my_ops")]
+    assert len(examples) == 2
 
 
 def test_the_operators_name_follows_the_packages(project):
