@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from cutlass_ops import BuildError, Spec
+from cutlass_ops import BuildError, InstallationError, Spec
 from cutlass_ops.cli import new, wheel
 from cutlass_ops.codegen.cli import kernels_folder, load_specs
 from cutlass_ops.project import Source, locate, starter
@@ -143,6 +144,23 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize(("version", "expected"), [("0.1.0", ">=0.1,<0.2"), ("0.12.3", ">=0.12,<0.13"), ("1.4.0", ">=1.4,<2")])
 def test_a_project_asks_for_versions_that_can_run_its_kernels(version, expected):
     assert starter.requirement(version) == expected
+
+
+def test_licences_that_are_missing_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "distribution", lambda name: SimpleNamespace(files=None))
+    monkeypatch.setattr(starter, "__file__", str(tmp_path / "lib" / "cutlass_ops" / "project" / "starter.py"))
+    with pytest.raises(InstallationError, match="expected the licence files of cutlass_ops beside its metadata, found none; reinstall"):
+        starter.create(tmp_path / "my_ops")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_licences_of_an_installed_package_are_those_beside_its_metadata(tmp_path, monkeypatch):
+    licences = tmp_path / "cutlass_ops-1.dist-info" / "licenses"
+    licences.mkdir(parents=True)
+    (licences / "LICENSE").write_text("may be used")
+    file = SimpleNamespace(locate=lambda: licences / "LICENSE", as_posix=lambda: "cutlass_ops-1.dist-info/licenses/LICENSE")
+    monkeypatch.setattr(starter, "distribution", lambda name: SimpleNamespace(files=[file]))
+    assert (starter.create(tmp_path / "my_ops") / "NOTICE").read_text().endswith("\n\nmay be used")
 
 
 # ---- locate ------------------------------------------------------------------------------------------------------
