@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from . import catalogue, driver
+from . import driver, ops
 from .accuracy import Accuracy, Criterion, serving, uniform
 from .environment import environment
 from .errors import InstallationError
@@ -58,7 +58,7 @@ def check_kernels(spec: Optional[Path], kernels: Optional[Path], *, tests: bool 
     found = sorted(TESTS.glob("test_*.py")) if tests else []  # not pytorch/, which says nothing of a cubin
     if tests and not found:
         raise InstallationError(f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or without tests")
-    return check([op for op in catalogue.operators().values() if op.kernels == folder], folder, found, commit)
+    return check([op for op in ops._OPERATORS.values() if op.kernels == folder], folder, found, commit)
 
 
 # ---- the table of every operator and plan ------------------------------------------------------------------------

@@ -72,6 +72,7 @@ def install() -> Callable[[Path], Path]:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cutlass_ops\nVersion: {cutlass_ops.__version__}\n")
         for name in ("LICENSE", "NOTICE"):
             shutil.copy(REPOSITORY / name, info / "licenses")
+        (info / "RECORD").write_text("".join(f"{p.relative_to(packages)},,\n" for p in info.rglob("*")))
         (packages / "of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
         return folder / "bin" / "python"
 

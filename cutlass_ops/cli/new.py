@@ -14,7 +14,7 @@ from ..project import starter
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--operator", metavar="NAME", help="Name of its operator (default: conv2d_ and the folder's name).")
 def command(folder: Path, operator: Optional[str]) -> None:
-    r"""Write a project for operators of your own into a new FOLDER, whose name becomes the package's. Needs no GPU and no compiler.
+    """Write a project for operators of your own into a new FOLDER, whose name becomes the package's. Needs no GPU and no compiler.
 
     The project holds one operator (specs.py), a test of it, and a pyproject.toml that makes it a wheel.
 

@@ -16,7 +16,7 @@ from ..project import locate, wheel
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the wheel (default: dist/ in the project).")
 @click.option("--allow-unverified", is_flag=True, help="Also pack kernels without a record of a passed GPU check.")
 def command(project: Path, out: Optional[Path], allow_unverified: bool) -> None:
-    r"""Pack a PROJECT folder that `cutlass-ops new` made, with its kernels, into a wheel. Needs the extra `build`, but no GPU.
+    """Pack a PROJECT folder that `cutlass-ops new` made, with its kernels, into a wheel. Needs the extra `build`, but no GPU.
 
     Kernels that are missing, damaged, or without a record of a passed GPU check (`cutlass-ops check`) are refused. Those that
     --allow-unverified lets through are used only where CUTLASS_OPS_ALLOW_UNVERIFIED=1 is set. The same project gives the same

@@ -13,7 +13,7 @@ from string import Template
 from typing import Optional
 
 from .. import __version__, plugins
-from ..errors import BuildError
+from ..errors import BuildError, InstallationError
 from ..specs import OPERATORS
 
 __all__ = ["create", "requirement"]
@@ -35,7 +35,7 @@ def create(folder: Path, operator: Optional[str] = None) -> Path:
     """Write a starter project into a new folder, whose name is the package's; `operator` names its operator (default: conv2d_NAME).
 
     Nothing is left behind where it fails. Raises BuildError: a name that is none or that is taken, a folder that exists
-    or cannot be written.
+    or cannot be written; InstallationError: no licences to hand on, or two packages with an operator of one name.
     """
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve would follow a link that is in the way)
     package = folder.name
@@ -98,15 +98,21 @@ def _write(path: Path, text: str) -> None:
 
 
 def _notice(package: str) -> str:
-    """Licence notices for what is compiled into the cubins: kernels of this package, and of CUTLASS."""
+    """Licence notices for what is compiled into the cubins: kernels of this package, of CUTLASS, and what they are made of."""
     first = f"The cubins in {package}/kernels are compiled from kernels of cutlass_ops and of NVIDIA CUTLASS, whose licences follow.\n"
-    return "\n".join([first, _licence("LICENSE"), _licence("NOTICE")])
+    rule = f"\n{'-' * 100}\n\n"
+    return rule.join([first, *(path.read_text(encoding="utf-8") for path in _licences())])
 
 
-def _licence(name: str) -> str:
-    """A licence file of this package: of the installed distribution, or of a checkout."""
+def _licences() -> list[Path]:
+    """The licence files of this package: of the installed distribution, or of a checkout. Raises InstallationError without any."""
     try:
-        text = distribution("cutlass_ops").read_text(f"licenses/{name}")
+        files = distribution("cutlass_ops").files or []
     except PackageNotFoundError:
-        text = None
-    return text if text is not None else (Path(__file__).parents[2] / name).read_text(encoding="utf-8")
+        files = []
+    found = [Path(str(file.locate())) for file in files if ".dist-info/licenses/" in file.as_posix()]
+    checkout = Path(__file__).parents[2]
+    found = found or [path for pattern in ("LICENSE", "NOTICE", "licenses/*.txt") for path in checkout.glob(pattern)]
+    if not found:
+        raise InstallationError("expected the licence files of cutlass_ops beside its metadata, found none; reinstall the wheel")
+    return sorted(found)

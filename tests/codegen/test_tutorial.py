@@ -98,6 +98,7 @@ def test_the_tutorial_leads_to_a_wheel_that_works(repository, install, tmp_path)
     assert [c.split()[1] for c in commands if c.startswith("cutlass-ops ")] == ["new", "build", "check", "wheel"]
     for command in commands:
         reader.follow(command)
+    assert (repository / "NOTICE").read_text() in (tmp_path / "my_ops" / "NOTICE").read_text()
     declared, used = blocks(text, "python")
     assert declared.strip() in (tmp_path / KERNELS.parent / "specs.py").read_text()
     printed = reader.python(reader.user, "-I", "-c", used)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from cutlass_ops import BuildError, Spec
-from cutlass_ops.cli.new import command
+from cutlass_ops import BuildError, InstallationError, Spec
+from cutlass_ops.cli import new, wheel
 from cutlass_ops.codegen.cli import kernels_folder, load_specs
 from cutlass_ops.project import Source, locate, starter
 
@@ -39,7 +40,7 @@ FILES = {"NOTICE", "README.md", "pyproject.toml", "my_ops/__init__.py", "my_ops/
 
 def test_new_writes_a_project_and_says_what_comes_next(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(command, ["my_ops", "--operator", "conv2d_scale"])
+    result = CliRunner().invoke(new.command, ["my_ops", "--operator", "conv2d_scale"])
     assert result.exit_code == 0, result.output
     assert set(result.output.splitlines()[:-1]) == {f"my_ops/{name}" for name in FILES}
     assert result.output.splitlines()[-1] == "Say what it computes in my_ops/my_ops/specs.py, then: cutlass-ops build my_ops"
@@ -51,6 +52,13 @@ def test_new_writes_a_project_and_says_what_comes_next(tmp_path, monkeypatch):
     assert 'conv2d_scale = "my_ops:conv2d_scale"' in written["pyproject.toml"]
     for name in ("LICENSE", "NOTICE"):
         assert (REPOSITORY / name).read_text() in written["NOTICE"]
+
+
+@pytest.mark.parametrize("command", [new.command, wheel.command])
+def test_the_help_shows_each_example_on_a_line_of_its_own(command):
+    lines = CliRunner().invoke(command, ["--help"], terminal_width=80).output.splitlines()
+    examples = [line for line in lines if line.strip().startswith(f"cutlass-ops {command.callback.__module__.rpartition('.')[2]} my_ops")]
+    assert len(examples) == 2
 
 
 def test_the_operators_name_follows_the_packages(project):
@@ -136,6 +144,23 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize(("version", "expected"), [("0.1.0", ">=0.1,<0.2"), ("0.12.3", ">=0.12,<0.13"), ("1.4.0", ">=1.4,<2")])
 def test_a_project_asks_for_versions_that_can_run_its_kernels(version, expected):
     assert starter.requirement(version) == expected
+
+
+def test_licences_that_are_missing_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(starter, "distribution", lambda name: SimpleNamespace(files=None))
+    monkeypatch.setattr(starter, "__file__", str(tmp_path / "lib" / "cutlass_ops" / "project" / "starter.py"))
+    with pytest.raises(InstallationError, match="expected the licence files of cutlass_ops beside its metadata, found none; reinstall"):
+        starter.create(tmp_path / "my_ops")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_licences_of_an_installed_package_are_those_beside_its_metadata(tmp_path, monkeypatch):
+    licences = tmp_path / "cutlass_ops-1.dist-info" / "licenses"
+    licences.mkdir(parents=True)
+    (licences / "LICENSE").write_text("may be used")
+    file = SimpleNamespace(locate=lambda: licences / "LICENSE", as_posix=lambda: "cutlass_ops-1.dist-info/licenses/LICENSE")
+    monkeypatch.setattr(starter, "distribution", lambda name: SimpleNamespace(files=[file]))
+    assert (starter.create(tmp_path / "my_ops") / "NOTICE").read_text().endswith("\n\nmay be used")
 
 
 # ---- locate ------------------------------------------------------------------------------------------------------
