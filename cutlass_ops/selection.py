@@ -25,12 +25,18 @@ SMALL_FLOPS = 2_000_000_000
 
 
 class NoPlanError(CutlassOpsError, ValueError):
-    """No plan serves the problem; the message gives the reason against each."""
+    """No plan serves the call; the message gives the reason against each."""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What selection needs to know of a device."""
+    """What the choice of a plan needs to know of a GPU.
+
+    Attributes:
+        name: As PyTorch names it, for messages.
+        capability: Compute capability, major and minor: (9, 0) for Hopper.
+        sm_count: Number of streaming multiprocessors.
+    """
 
     name: str
     capability: tuple[int, int]

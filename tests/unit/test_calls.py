@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor  # the profiler imports it, and would fail halfway while CPU tensors pass for a GPU's
 from torch.autograd import forward_ad
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutlass_ops import AvgPool2d, Operator, Vector, operator, use_plan
-from cutlass_ops.launch import ConvertParams, PoolParams, flat_strides
+from cutlass_ops.layout import flat_strides
+from cutlass_ops.two_kernel import ConvertParams, PoolParams
 
 from .fake_driver import STREAM, Cleared, FakeDriver, install
 from .records import FIELDS, all_records, write_folder
