@@ -1,0 +1,36 @@
+"""docs/api.md is what the docstrings say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cutlass_ops
+
+from .documents import ROOT, Document
+
+SCRIPT = ROOT / "scripts" / "api_reference.py"
+
+
+def test_the_reference_is_current():
+    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, check=False, env=None)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_reference_is_noticed(tmp_path):
+    """The script itself, on a copy of what it reads, one docstring changed."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "scripts" / SCRIPT.name).write_text(SCRIPT.read_text())
+    (tmp_path / "docs" / "api.md").write_text((ROOT / "docs" / "api.md").read_text())
+    (tmp_path / "cutlass_ops").symlink_to(ROOT / "cutlass_ops")
+    command = [sys.executable, tmp_path / "scripts" / SCRIPT.name, "--check"]
+    assert subprocess.run(command, check=False).returncode == 0
+    (tmp_path / "docs" / "api.md").write_text((ROOT / "docs" / "api.md").read_text().replace("(N, C, H, W)", "(N, H, W, C)"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: docs/api.md is not what the docstrings say; run scripts/api_reference.py\n")
+
+
+def test_every_public_name_has_an_entry():
+    headings = Document(ROOT / "docs" / "api.md").anchors
+    assert {name.lower() for name in cutlass_ops.__all__} - headings == {"operators", "reference"}  # a dictionary, and a module
