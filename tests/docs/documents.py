@@ -16,9 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Languages of fenced blocks that hold commands; "" is an indented block.
 SHELL = ("", "sh", "bash", "shell", "console")
 #: What inline code begins with where it is a command.
-PROGRAM = re.compile(
-    r"(\./scripts/|\.venv/bin/|python |pip |cutlass-ops |torchrun |pre-commit |pytest |ncu |cuobjdump |nvdisasm |[A-Z_]+=\S+ \S)"
-)
+PROGRAM = re.compile(r"(\./scripts/|\.venv/bin/|(python|pip|cutlass-ops|torchrun|pre-commit|pytest) |(ncu|cuobjdump) -|[A-Z_]+=\S+ \S)")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ SCRIPT = ROOT / "scripts" / "api_reference.py"
 
 
 def test_the_reference_is_current():
-    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, check=False, env=None)
+    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -25,7 +25,6 @@ def test_a_stale_reference_is_noticed(tmp_path):
     (tmp_path / "docs" / "api.md").write_text((ROOT / "docs" / "api.md").read_text())
     (tmp_path / "cutlass_ops").symlink_to(ROOT / "cutlass_ops")
     command = [sys.executable, tmp_path / "scripts" / SCRIPT.name, "--check"]
-    assert subprocess.run(command, check=False).returncode == 0
     (tmp_path / "docs" / "api.md").write_text((ROOT / "docs" / "api.md").read_text().replace("(N, C, H, W)", "(N, H, W, C)"))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "error: docs/api.md is not what the docstrings say; run scripts/api_reference.py\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import types
 
 import cutlass_ops
@@ -58,3 +59,19 @@ def test_modules_export_what_they_list():
         names = getattr(loaded, "__all__", [])
         assert len(names) == len(set(names)), module.name
         assert [name for name in names if not hasattr(loaded, name)] == [], module.name
+
+
+def test_contributing_names_every_module(repository):
+    text = (repository / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = text[text.index("## Folders") : text.index("## How data flows")]
+    modules = [p.name for p in (repository / "cutlass_ops").glob("*.py")] + [
+        p.name for p in (repository / "cutlass_ops" / "codegen").glob("*.py")
+    ]
+    assert [name for name in modules if name not in folders and name not in ("__init__.py", "cli.py")] == []
+
+
+def test_the_hooks_run_what_scripts_test_runs(repository):
+    hooks = re.findall(r"entry: \.venv/bin/(\w+(?: [a-z]+)?)", (repository / ".pre-commit-config.yaml").read_text())
+    assert hooks == ["ruff check", "ruff format", "mypy"]
+    script = (repository / "scripts" / "test").read_text()
+    assert [hook for hook in hooks if f".venv/bin/{hook}" not in script] == []
