@@ -17,6 +17,7 @@ from torch import Tensor
 from . import dispatch, ieee, reference
 from .arguments import Arguments
 from .costs import Costs, shipped_costs
+from .errors import NoPlanError
 from .launch import PreparedCall
 from .layout import as_vector, in_format, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
@@ -35,7 +36,7 @@ from .problem import (
     precision_of,
     result_channels_last,
 )
-from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, NoPlanError, Selection, describe, headline, select
+from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, Selection, describe, headline, select
 from .spec import Spec
 from .torch_state import autocast, in_precision, is_plain, is_transformed, without_autocast
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from .costs import Costs
-from .errors import CutlassOpsError
 from .manifest import KernelRecord
-from .problem import Problem, team_size
+from .problem import Problem
+from .work import team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -22,10 +22,6 @@ MAX_OUTPUT_PIXELS = 2**31 - 512  # rounded up to whole tiles, still an int32
 #: Below, three launches with TF32 operands take less time than the guarded plan's five and its flag: the latter cost about
 #: 8 us more, in which fp16 operands save less than 2 GFLOP's worth of TF32 rate (400 TFLOP/s; docs/performance.md).
 SMALL_FLOPS = 2_000_000_000
-
-
-class NoPlanError(CutlassOpsError, ValueError):
-    """No plan serves the call; the message gives the reason against each."""
 
 
 @dataclass(frozen=True)
