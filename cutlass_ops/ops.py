@@ -142,7 +142,8 @@ class Operator:
         self.spec = spec
         self.kernels = Path(kernels) if kernels else shipped_kernels()
         self.__name__ = spec.name
-        self.__doc__ = f"{spec.doc}\n\n{Operator.__doc__}"
+        of_a_call = inspect.cleandoc(Operator.__doc__ or "").partition("\n\nArgs:")[0]
+        self.__doc__ = f"{spec.doc}\n\n{of_a_call}"
         self.arguments = Arguments(spec)
         self.__signature__ = self.arguments.signature  # for help()
         self._vectors, self._scalars = self.arguments.vectors, self.arguments.scalars
