@@ -15,6 +15,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops import Operator, ops, use_plan
+from cutlass_ops.reference import convolutions
 
 from .fake_driver import FakeDriver, install
 from .records import write_folder
@@ -87,15 +88,11 @@ def test_the_plan_and_pytorchs_precision_are_asked_for_in_each_call(eager):
         with use_plan(plan):
             eager.call(*given)
         assert len(eager.work) == last
-    conv, before = torch.backends.cudnn.conv, torch.backends.cudnn.conv.fp32_precision
-    try:
-        for setting, launches in (("ieee", 0), ("tf32", 3)) * 2:
-            conv.fp32_precision = setting
+    for setting, launches in (("ieee", 0), ("tf32", 3)) * 2:
+        with convolutions(setting):
             eager.work.clear()
             eager.call(*given)
             assert len(eager.work) == launches
-    finally:
-        conv.fp32_precision = before
 
 
 def test_autocast_is_asked_for_in_each_call(eager):
