@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from . import reference
-from .errors import BuildError, ChainError, CudaError, CutlassOpsError, InstallationError, UnsupportedDeviceError
+from .errors import BuildError, ChainError, CudaError, CutlassOpsError, InstallationError, NoPlanError, UnsupportedDeviceError
 from .modules import FusedConv2d
 from .ops import Operator, explain, use_plan
-from .selection import DeviceFacts, NoPlanError
+from .selection import DeviceFacts
 from .spec import AvgPool2d, MaxPool2d, Spec, Tile, Vector, operator
 from .specs import OPERATORS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .problem import Problem, team_size
+from .problem import Problem
 
 #: Steps (of two rows) of a unit of work where nothing is pooled. Small units, dealt in turn, keep all SMs writing to the same
 #: few images, which DRAM takes faster than as many streams as there are SMs; pooled results are few bytes, and a long slice
@@ -16,6 +16,12 @@ UNIT_WITHOUT_POOL = 1
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def team_size(problem: Problem, tile: Sequence[int]) -> int:
+    """CTAs of the fused kernel that walk the same rows. `tile` is a CTA's: columns of the result x output channels."""
+    _, k, _, out_w = problem.output_shape
+    return -(-out_w // tile[0]) * -(-k // tile[1])
 
 
 @dataclass(frozen=True)

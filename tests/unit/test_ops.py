@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -223,6 +224,14 @@ def test_a_required_vector_is_required():
     x, weight, _, _ = inputs()
     with pytest.raises(TypeError, match="conv2d_min_add_mul: missing a required argument: 'v'"):
         cutlass_ops.conv2d_min_add_mul(x, weight)
+
+
+def test_help_says_what_an_operator_computes_and_what_a_call_takes():
+    shown = cutlass_ops.conv2d.__doc__
+    assert shown.startswith("Convolution with bias, as torch.nn.functional.conv2d.")
+    assert "- x: tensor (N, C, H, W)" in shown
+    assert "spec:" not in shown  # an argument of the class
+    assert "pool_stride" in str(inspect.signature(cutlass_ops.conv2d_sub_tanh_sub_avgpool))
 
 
 def test_a_name_can_be_registered_only_once():
