@@ -57,9 +57,7 @@ def check_kernels(spec: Optional[Path], kernels: Optional[Path], *, tests: bool 
     folder = shipped_kernels()
     found = sorted(TESTS.glob("test_*.py")) if tests else []  # not pytorch/, which says nothing of a cubin
     if tests and not found:
-        raise InstallationError(
-            f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or print the accuracy table only"
-        )
+        raise InstallationError(f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or without tests")
     return check([op for op in ops._OPERATORS.values() if op.kernels == folder], folder, found, commit)
 
 
