@@ -50,6 +50,7 @@ class Profiles:
 Proof = Union[Runs, Script, ByTest, Collects, Profiles]
 
 CHECK = "tests/unit/test_verification.py::test_the_samples_reach_every_fused_kernel_and_implicit_gemm_of_an_operator"
+TUTORIAL = "tests/codegen/test_tutorial.py::test_the_tutorial_leads_to_a_wheel_that_works"
 BENCH = "tests/unit/test_benchmark.py::test_a_wrong_result_is_refused_with_what_was_expected"
 KERNEL = "generated/cubins/conv2d_sub_tanh_sub_avgpool_fused_f32_nchw_c64_3x3.cubin"
 CUOBJDUMP = ".venv/lib/python3*/site-packages/nvidia/cu13/bin/cuobjdump"
@@ -67,15 +68,22 @@ COMMANDS: dict[str, Proof] = {
     # ---- build
     f"{PYTHON} scripts/build_kernels.py": Script("scripts/test", f"{PYTHON} scripts/build_kernels.py"),
     f"{PYTHON} scripts/build_kernels.py --check": Script("scripts/test", f"{PYTHON} scripts/build_kernels.py --check"),
-    f"{PYTHON} scripts/build_kernels.py --spec my_ops.py": ByTest(
-        "tests/codegen/test_build.py::test_the_shipped_operators_are_built_strictly_and_a_users_are_not"
-    ),
     f"{PYTHON} scripts/build_wheel.py": ByTest("tests/wheel/test_wheel.py::test_sdist_and_checkout_give_the_same_wheel"),
     f"{PYTHON} scripts/check_verified.py": Script("scripts/test", f"{PYTHON} scripts/check_verified.py"),
     "pip install 'cutlass_ops[build]'": Script("scripts/demo", "set_up build"),
+    # ---- a user's own operator
+    "pip install 'dist/cutlass_ops-0.1.0-py3-none-any.whl[build]'": Script("scripts/demo", "set_up build"),
+    "cutlass-ops check": ByTest("tests/unit/test_verification.py::test_a_users_cubins_get_records_and_shared_ones_keep_theirs"),
+    "cutlass-ops new": ByTest("tests/unit/test_project.py::test_new_writes_a_project_and_says_what_comes_next"),
+    "cutlass-ops wheel": ByTest("tests/wheel/test_own_wheel.py::test_the_wheel_holds_the_package_and_its_kernels"),
+    "cutlass-ops new my_ops --operator conv2d_scale_relu_maxpool": ByTest(TUTORIAL),
+    "cutlass-ops build my_ops": ByTest(TUTORIAL),
+    "python -m pytest my_ops": ByTest(TUTORIAL),
+    "cutlass-ops check my_ops": ByTest(TUTORIAL),
+    "cutlass-ops wheel my_ops": ByTest(TUTORIAL),
+    "pip install my_ops/dist/my_ops-0.1.0-py3-none-any.whl": ByTest(TUTORIAL),
     # ---- on a Hopper GPU
-    f"{PYTHON} scripts/check_gpu.py": Runs(2, NEEDS_GPU, CHECK),
-    f"{PYTHON} scripts/check_gpu.py --spec my_ops.py": Runs(2, NEEDS_GPU, CHECK),
+    f"{PYTHON} scripts/check_gpu.py": Runs(3, NEEDS_GPU, CHECK),
     f"{PYTHON} scripts/sweep.py": Runs(
         2, NEEDS_GPU, "tests/unit/test_sweep.py::test_a_shape_is_checked_and_timed_by_every_plan_that_serves_it"
     ),

@@ -28,7 +28,7 @@ FOLDERS = (
 )
 FILE = re.compile(r"[\w.*-]+\.(py|hpp|cu|json|md|svg|png|txt|toml|yaml)")
 #: Files that documents speak of and that are not the repository's: users' own, and what a build or a run writes.
-NOT_OURS = {"my_ops.py"}
+NOT_OURS = {"my_ops.py", "specs.py"}
 
 
 def words(document: Document) -> set[str]:
