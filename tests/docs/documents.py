@@ -15,8 +15,11 @@ from markdown_it.token import Token
 ROOT = Path(__file__).resolve().parents[2]
 #: Languages of fenced blocks that hold commands; "" is an indented block.
 SHELL = ("", "sh", "bash", "shell", "console")
-#: What inline code begins with where it is a command.
-PROGRAM = re.compile(r"(\./scripts/|\.venv/bin/|(python|pip|cutlass-ops|torchrun|pre-commit|pytest) |(ncu|cuobjdump) -|[A-Z_]+=\S+ \S)")
+#: What inline code begins with where it is a command to type, not the mention of one.
+PROGRAM = re.compile(
+    r"(\./scripts/|\.venv/bin/|python (scripts/|-m pytest)|pip install \S|cutlass-ops [a-z]+ \S|(torchrun|pre-commit|pytest) "
+    r"|(ncu|cuobjdump) -|[A-Z_]+=\S+ \S)"
+)
 
 
 @dataclass(frozen=True)

@@ -37,4 +37,5 @@ def test_a_stale_reference_is_noticed(tmp_path):
 
 def test_every_public_name_has_an_entry():
     headings = Document(ROOT / "docs" / "api.md").anchors
-    assert {name.lower() for name in cutlass_ops.__all__} - headings == {"operators", "reference"}  # a dictionary, and a module
+    names = {name.lower() for name in cutlass_ops.__all__ if not name.startswith("_")}
+    assert names - headings == {"operators", "reference"}  # a dictionary, and a module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import doctest
 import importlib.util
 import os
 import re
@@ -54,7 +55,7 @@ def test_every_known_command_is_in_a_document():
 
 def test_python_blocks_and_shell_blocks_are_all_there_is():
     """Another language would be neither run nor checked."""
-    assert {block.language for d in documents() for block in d.blocks} <= {"", "console", "python", "text"}
+    assert {block.language for d in documents() for block in d.blocks} <= {"", "console", "python", "text", "toml"}
 
 
 @pytest.mark.parametrize("command", of(Runs))
@@ -151,24 +152,22 @@ def test_the_readmes_examples_run(tmp_path, monkeypatch, capsys):
     """In order, in one process, as a reader would; a comment behind a print is what it prints."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    namespace, files = {}, []
+    namespace = {}
     for line, text, file in examples("README.md"):
         if file:
             (tmp_path / file).write_text(text)
-            files.append(file)
             continue
         capsys.readouterr()
         exec(compile(text, f"README.md:{line}", "exec"), namespace)  # noqa: S102 (our own document)
         expected = re.findall(r"^print\(.*\)  # (.*)$", text, re.MULTILINE)
         printed = capsys.readouterr().out.splitlines()
         assert [e for e in expected if e not in printed] == []
-    assert files == ["specs.py"]
-    assert namespace["y"].shape[1:] == (128, 63, 63)
-    assert "model" in namespace
+    assert {"y", "model"} <= namespace.keys()
 
 
 def test_examples_of_other_documents_compile():
     for document in documents():
         for block in document.blocks:
             if block.language == "python" and document.name != "docs/api.md":  # signatures
-                ast.parse(block.text)
+                session = doctest.DocTestParser().get_examples(block.text)
+                ast.parse("".join(example.source for example in session) or block.text)
