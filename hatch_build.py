@@ -1,5 +1,8 @@
-"""Build hook of sdist and wheel: the manifest says which commit it is, and the kernels, which lie beside the package in a checkout,
-travel inside the wheel, with a bill of materials."""
+"""Build hook of sdist and wheel.
+
+The manifest says of which commit they are; the kernels, which lie beside the package in a checkout, travel inside the wheel, with
+a bill of materials.
+"""
 
 from __future__ import annotations
 

@@ -23,17 +23,20 @@ SCHEMA = 1
 
 Family = Literal["implicit_gemm", "fused", "convert", "pack", "pool"]
 
-_PAIRS = ("stride", "padding", "dilation")
 #: Fields of the parameter that a launch fills, by family: these and no others, so that no kernel is launched with a field that
 #: this version does not know. (The parameters of the other families are the ctypes structures of two_kernel.py and fused.py.)
 FIELDS: dict[str, frozenset[str]] = {
     "implicit_gemm": frozenset(
-        ["activation", "filter", "output", "guard", "guard_value", "m", "k", "c", "r", "s", "p", "q"]
-        + [f"{name}_{axis}" for name in _PAIRS for axis in "hw"]
+        (
+            *("activation", "filter", "output", "guard", "guard_value", "m", "k", "c", "r", "s", "p", "q"),
+            *("stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w"),
+        )
     ),
     "fused": frozenset(
-        ["input", "weights", "scales", "output", "pool_scale", "n", "k", "out_h", "out_w", "steps", "unit", "units_of_image"]
-        + ["jump_images", "jump_steps", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"]
+        (
+            *("input", "weights", "scales", "output", "pool_scale", "n", "k", "out_h", "out_w", "steps", "unit", "units_of_image"),
+            *("jump_images", "jump_steps", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
+        )
     ),
 }
 
@@ -181,7 +184,9 @@ def read_cubin(folder: Path, record: KernelRecord) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InstallationError(f"expected the cubin {path}, could not read it ({error}); build the kernels or reinstall the wheel") from error
+        raise InstallationError(
+            f"expected the cubin {path}, could not read it ({error}); build the kernels or reinstall the wheel"
+        ) from error
     found = hashlib.sha256(data).hexdigest()
     if found != record.sha256:
         raise InstallationError(

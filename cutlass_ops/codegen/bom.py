@@ -45,22 +45,20 @@ def _cubin(kernels: Sequence[KernelRecord]) -> Component:
 
 
 def _compiled_in(made_by: dict[str, Any]) -> list[Component]:
-    """What the cubins hold code of, and what compiled them (scope excluded: it is not in the wheel)."""
+    """What the cubins hold code of."""
+    cccl = "Apache-2.0 WITH LLVM-exception"
     return [
         _package("nvidia-cutlass", made_by["cutlass"], "BSD-3-Clause", "CUTLASS and CuTe headers, compiled into the cubins"),
-        _package(
-            "nvidia-cuda-cccl", None, "Apache-2.0 WITH LLVM-exception", "libcu++ headers of the CUDA Toolkit, compiled into the cubins"
-        ),
-        _package("nvidia-cuda-runtime", None, _CUDA_LICENCE, "CUDA headers (cuda_fp16.h and others), compiled into the cubins"),
-        _package(
-            "nvidia-cuda-nvcc",
-            made_by["nvcc"],
-            _CUDA_LICENCE,
-            f"The compiler of the cubins: nvcc {made_by['flags']}",
-            type=ComponentType.APPLICATION,
-            scope=ComponentScope.EXCLUDED,
-        ),
+        _package("nvidia-cuda-cccl", None, cccl, "libcu++ headers of the CUDA Toolkit, compiled into the cubins"),
+        _package("nvidia-cuda-runtime", None, _CUDA_LICENCE, "CUDA headers (cuda_fp16.hpp and others), compiled into the cubins"),
     ]
+
+
+def _compiler(made_by: dict[str, Any]) -> Component:
+    """nvcc, which is not in the wheel."""
+    what = f"The compiler of the cubins: nvcc {made_by['flags']}"
+    kind = {"type": ComponentType.APPLICATION, "scope": ComponentScope.EXCLUDED}
+    return _package("nvidia-cuda-nvcc", made_by["nvcc"], _CUDA_LICENCE, what, **kind)
 
 
 def _required(requirements: Iterable[str]) -> list[Component]:
@@ -95,7 +93,7 @@ def bill_of_materials(name: str, version: str, licence: Optional[str], requireme
     bom = Bom(
         serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"{package.purl}#{manifest.dumps()}"),
         metadata=BomMetaData(component=package, properties=facts),
-        components=[*cubins, *libraries, *required],
+        components=[*cubins, *libraries, _compiler(made_by), *required],
     )
     bom.metadata.timestamp = datetime.fromtimestamp(made_by["source_date_epoch"], timezone.utc)
     bom.register_dependency(package, [*cubins, *required])
