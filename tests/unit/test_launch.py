@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops import AvgPool2d, Operator, Vector, operator, ops, use_plan
 from cutlass_ops.launch import ConvertParams, PoolParams, flat_strides
+from cutlass_ops.reference import convolutions
 
 from .fake_driver import STREAM, Cleared, FakeDriver, install
 from .records import FIELDS, all_records, write_folder
@@ -343,15 +344,11 @@ def test_the_plan_and_pytorchs_precision_are_asked_for_in_each_call(eager):
         with use_plan(plan):
             eager.call(*given)
         assert len(eager.work) == last
-    conv, before = torch.backends.cudnn.conv, torch.backends.cudnn.conv.fp32_precision
-    try:
-        for setting, launches in (("ieee", 0), ("tf32", 3)) * 2:
-            conv.fp32_precision = setting
+    for setting, launches in (("ieee", 0), ("tf32", 3)) * 2:
+        with convolutions(setting):
             eager.work.clear()
             eager.call(*given)
             assert len(eager.work) == launches
-    finally:
-        conv.fp32_precision = before
 
 
 def test_autocast_is_asked_for_in_each_call(eager):
