@@ -20,6 +20,7 @@ PYTHONS = ("3.10", "3.13")  # the oldest and the newest of pyproject.toml's clas
 
 nox.options.error_on_missing_interpreters = True
 nox.options.default_venv_backend = "venv"
+nox.options.envdir = str(ROOT / ".nox")
 
 
 def lower_bounds(wheel: Path) -> list[str]:
