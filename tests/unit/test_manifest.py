@@ -161,6 +161,12 @@ def test_what_another_version_says_beside_the_kernels_is_kept_or_ignored(path):
     assert loaded.provenance["added"] == 2
 
 
+def test_kernels_of_a_later_family_are_no_hindrance(path):
+    later = {"family": "later", "name": "later", "fields": {"x": 0}}
+    loaded = Manifest.load(damaged(path, lambda data: data["kernels"].append(data["kernels"][0] | later)))
+    assert {k.name for k in loaded.kernels} == {k.name for k in MANIFEST.kernels} | {"later"}
+
+
 def test_an_older_record_without_a_later_optional_field_has_its_default(path):
     loaded = Manifest.load(damaged(path, lambda data: [k.pop("box_columns", None) for k in data["kernels"]]))
     assert {k.box_columns for k in loaded.kernels} == {0}
