@@ -216,7 +216,10 @@ def decide(condition: Any, unknown: bool = False) -> bool:
     from torch.fx.experimental import symbolic_shapes
 
     guard = getattr(symbolic_shapes, "guard_or_true" if unknown else "guard_or_false", bool)  # PyTorch before 2.7 has none
-    return bool(guard(condition))
+    try:
+        return bool(guard(condition))
+    except symbolic_shapes.GuardOnDataDependentSymNode:
+        return unknown
 
 
 def is_channels_last(tensor: Tensor) -> bool:
