@@ -34,9 +34,19 @@ def load_specs(path: Path) -> list[Spec]:
     return specs
 
 
-def kernels_folder(spec: Optional[Path]) -> Path:
-    """Where the kernels of a project folder or Python file go (None: of the shipped operators) unless another folder is named."""
-    return locate(spec).kernels if spec else Path("generated")
+def kernels_folder(spec: Path) -> Path:
+    """Where the kernels of a project folder or Python file go unless another folder is named."""
+    return locate(spec).kernels
+
+
+def shipped_folder() -> Path:
+    """The checkout's generated/. Raises BuildError outside a checkout, whose kernels nobody should build by mistake."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file() or not (root / "generated").is_dir():
+        raise BuildError(
+            "expected your own specs, or a checkout of cutlass_ops to build the shipped operators in, got neither; name a file"
+        )
+    return root / "generated"
 
 
 def build_kernels(
@@ -52,7 +62,7 @@ def build_kernels(
         raise BuildError(f"expected the package {error.name}, found none; pip install 'cutlass_ops[build]'") from error
     started = time.monotonic()
     specs = load_specs(spec) if spec else list(OPERATORS.values())
-    out = out or kernels_folder(spec)
+    out = out or (kernels_folder(spec) if spec else shipped_folder())
     found = toolchain.find(nvcc)
     if check:
         problems = build.check(specs, out, found, jobs=jobs, progress=progress, strict=spec is None)

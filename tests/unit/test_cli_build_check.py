@@ -95,6 +95,16 @@ def test_a_build_without_its_packages_names_the_extra(monkeypatch, tmp_path):
     assert result.stderr.endswith("found none; pip install 'cutlass_ops[build]'\n")
 
 
+def test_outside_a_checkout_the_shipped_operators_are_not_built(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cutlass_ops.codegen.cli.__file__", str(tmp_path / "cutlass_ops" / "codegen" / "cli.py"))
+    for arguments in ([], ["--check"]):
+        result = run("build", *arguments)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith("error: expected your own specs, or a checkout of cutlass_ops")
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- check -------------------------------------------------------------------------------------------------------
 
 
