@@ -16,7 +16,7 @@ import sysconfig
 import pytest
 import torch
 
-from .commands import COMMANDS, ByTest, Collects, Profiles, Runs, Script
+from .commands import COMMANDS, ByTest, Collects, Plain, Profiles, Runs, Script
 from .documents import ROOT, documents, has_test
 
 NAMED = {command: document.name for document in documents() for command in document.commands()}
@@ -33,8 +33,8 @@ def words_of(command):
     variables = {}
     while re.match(r"[A-Z_]+=", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
-    words[0] = sys.executable if words[0] in ("python", ".venv/bin/python") else words[0]
-    return variables, words
+    ours = {"python": [sys.executable], ".venv/bin/python": [sys.executable], "cutlass-ops": [sys.executable, "-m", "cutlass_ops"]}
+    return variables, [*ours.get(words[0], words[:1]), *words[1:]]
 
 
 def run(command, **variables):
@@ -97,6 +97,11 @@ def test_what_is_profiled_is_a_known_command(command):
     assert not proof.command or (proof.command in command and proof.command in COMMANDS)
     for name in re.findall(r"--kernel-name (\w+)", command):
         assert f'"{name}"' in (ROOT / "generated" / "manifest.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", of(Plain))
+def test_a_plain_command_is_a_tools(command):
+    assert words_of(command)[1][0] in ("git", "sha256sum")
 
 
 def test_options_of_commands_that_are_not_run_here_exist():
