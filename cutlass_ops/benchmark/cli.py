@@ -13,6 +13,8 @@ from ..errors import CutlassOpsError
 from .cases import CASES, MAIN, groups
 from .report import dumps, load, render, write_aside
 
+#: Milliseconds; beyond a second a full run would take an hour.
+IDLE_MS, MAX_IDLE_MS = 0.0, 1000.0
 PARTIAL_RUN = "figures not written: a run with --quick, --operator or --trials is no full record; give --out FOLDER to keep it"
 
 
@@ -22,12 +24,17 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--operator", nargs="+", choices=sorted(CASES), metavar="NAME", help=f"only these: {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="KernelBench's input in fp32 NCHW alone, without max-autotune (problem 46)")
     parser.add_argument("--trials", type=int, help="timed calls of each competitor (default: 100)")
+    parser.add_argument(
+        "--idle-ms", type=float, default=IDLE_MS, metavar="T", help=f"time without work before each timed call (default: {IDLE_MS:g})"
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where performance.json and .md go (default: docs/, full runs only)")
     parser.add_argument("--render", action="store_true", help="make the documents from FOLDER/performance.json; needs no GPU")
     parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
     options = parser.parse_args(arguments)
     if options.trials is not None and options.trials < 1:
         parser.error(f"expected --trials of at least 1, got {options.trials}")
+    if not 0 <= options.idle_ms <= MAX_IDLE_MS:
+        parser.error(f"expected --idle-ms from 0 to {MAX_IDLE_MS:g}, got {options.idle_ms:g}")
     return options
 
 
@@ -37,6 +44,7 @@ def command_line(options: argparse.Namespace) -> str:
     words += ["--quick"] if options.quick else []
     words += ["--operator", *options.operator] if options.operator else []
     words += ["--trials", str(options.trials)] if options.trials else []
+    words += ["--idle-ms", f"{options.idle_ms:g}"] if options.idle_ms != IDLE_MS else []
     return shlex.join(words)
 
 
@@ -60,7 +68,8 @@ def run(options: argparse.Namespace, root: Path) -> int:
     path = None if out is None else out / "performance.json"
     trials = options.trials or 100
     operators = options.operator or ([MAIN.operator] if options.quick else list(CASES))
-    measured = Run(environment(root, options.commit) | {"command": command_line(options), "trials": trials}, trials, path)
+    how = {"command": command_line(options), "trials": trials, "idle_ms": options.idle_ms}
+    measured = Run(environment(root, options.commit) | how, trials, options.idle_ms, path)
     result = measured.measure(groups(operators, quick=options.quick), processes=1 if options.quick else 3)
     if out is None or path is None:
         print(PARTIAL_RUN)

@@ -53,12 +53,14 @@ def _flush_buffer() -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
-def one_trial(competitor: Competitor) -> float:
-    """Milliseconds of one call, L2 flushed before."""
+def one_trial(competitor: Competitor, idle_ms: float = 0.0) -> float:
+    """Milliseconds of one call, the GPU left without work for `idle_ms` and L2 flushed before."""
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     with competitor.scope():
         torch.cuda.synchronize()
+        if idle_ms:
+            time.sleep(idle_ms / 1e3)
         _flush_buffer().fill_(42)
         start.record()
         competitor.call()
@@ -67,12 +69,16 @@ def one_trial(competitor: Competitor) -> float:
     return float(start.elapsed_time(end))
 
 
-def interleaved(competitors: Sequence[Competitor], trials: int) -> list[list[float]]:
-    """Milliseconds of every trial of every competitor: trial i of all comes before trial i + 1 of any."""
+def interleaved(competitors: Sequence[Competitor], trials: int, idle_ms: float = 0.0) -> list[list[float]]:
+    """Milliseconds of every trial of every competitor: trial i of all comes before trial i + 1 of any.
+
+    Before each trial, of warm-up too, the GPU has no work for `idle_ms`: without, a trial runs at the clock that the power of the
+    one before it left.
+    """
     times: list[list[float]] = [[] for _ in competitors]
     for trial in range(-WARM_UP, trials):
         for i in turn(trial, len(competitors)):
-            ms = one_trial(competitors[i])
+            ms = one_trial(competitors[i], idle_ms)
             if trial >= 0:
                 times[i].append(ms)
     return times
@@ -98,26 +104,26 @@ def peak_extra_bytes(competitor: Competitor) -> Optional[int]:
         return int(torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size())
 
 
-def limits() -> dict[str, float]:
-    """What the GPU reaches here: copy bandwidth (bytes read + written) and matmul rates, medians of 20."""
+def limits(idle_ms: float = 0.0) -> dict[str, float]:
+    """What the GPU reaches here: copy bandwidth (bytes read + written) and matmul rates, medians of 20, by the competitors' protocol."""
     with _tf32_matmul():
-        tf32 = _matmul_tflops(torch.float32)
-    return {"copy_gbps": _copy_gbps(), "fp16_tflops": _matmul_tflops(torch.float16), "tf32_tflops": tf32}
+        tf32 = _matmul_tflops(torch.float32, idle_ms)
+    return {"copy_gbps": _copy_gbps(idle_ms), "fp16_tflops": _matmul_tflops(torch.float16, idle_ms), "tf32_tflops": tf32}
 
 
-def _copy_gbps() -> float:
+def _copy_gbps(idle_ms: float) -> float:
     source = torch.rand(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() * source.element_size() / _median_ms(lambda: target.copy_(source)) / 1e6
+    return 2 * source.numel() * source.element_size() / _median_ms(lambda: target.copy_(source), idle_ms) / 1e6
 
 
-def _matmul_tflops(dtype: torch.dtype, n: int = 8192) -> float:
+def _matmul_tflops(dtype: torch.dtype, idle_ms: float, n: int = 8192) -> float:
     a, b = torch.randn(2, n, n, device="cuda").to(dtype).unbind()
-    return float(2 * n**3 / _median_ms(lambda: torch.mm(a, b)) / 1e9)
+    return float(2 * n**3 / _median_ms(lambda: torch.mm(a, b), idle_ms) / 1e9)
 
 
-def _median_ms(call: Call, trials: int = 20) -> float:
-    (times,) = interleaved([Competitor("", call)], trials)
+def _median_ms(call: Call, idle_ms: float, trials: int = 20) -> float:
+    (times,) = interleaved([Competitor("", call)], trials, idle_ms)
     return statistics.median(times)
 
 

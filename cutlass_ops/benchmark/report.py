@@ -163,7 +163,7 @@ def environment_line(environment: Mapping[str, Any]) -> str:
     commit = f"commit {e['commit'][:12]}{' with changes' if e['dirty'] else ''}" if e["commit"] else "commit unknown"
     return (
         f"{e['gpu']}, driver {e['driver'] or 'unknown'}, PyTorch {e['torch']} (CUDA {e['cuda']}), Python {e['python']}, "
-        f"{e['date']}, {commit}, `{e['command']}`, {e['trials']} trials."
+        f"{e['date']}, {commit}, `{e['command']}`, {e['trials']} trials, {e.get('idle_ms', 0):g} ms idle before each."
     )
 
 

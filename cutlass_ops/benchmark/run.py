@@ -42,8 +42,8 @@ def require_gpu() -> None:
 class Run:
     """One run. `result` is what performance.json holds; with `path` it is kept in a file beside it as it grows."""
 
-    def __init__(self, environment: dict[str, Any], trials: int, path: Optional[Path]) -> None:
-        self.trials, self._path, self._start = trials, path, time.monotonic()
+    def __init__(self, environment: dict[str, Any], trials: int, idle_ms: float, path: Optional[Path]) -> None:
+        self.trials, self.idle_ms, self._path, self._start = trials, idle_ms, path, time.monotonic()
         self.result: dict[str, Any] = {"schema": report.SCHEMA, "environment": environment, "limits": {}}
         self.result |= {"rows": [], "stages": [], "host": [], "first_call": {}, "not_run": [], "refused": []}
 
@@ -54,7 +54,7 @@ class Run:
         """Measure everything; returns the record."""
         for group in groups:
             self._require_plan(group)
-        self.result["limits"] = measure.limits()
+        self.result["limits"] = measure.limits(self.idle_ms)
         self._say(report.limits_line(self.result["limits"]))
         for group in groups:
             self._measure_group(group)
@@ -108,7 +108,7 @@ class Run:
         competitors += [ours(operator, x, _weight(model), arguments, plan.name) for plan in plans]
 
         checked = self._checked(group, model, x, competitors)
-        times = measure.interleaved([c for c, _ in checked], self.trials)
+        times = measure.interleaved([c for c, _ in checked], self.trials, self.idle_ms)
         found = []
         for (competitor, accuracy), ms in zip(checked, times):
             extra = measure.peak_extra_bytes(competitor)
@@ -175,7 +175,7 @@ class Run:
             if not torch.equal(y, operator(x, weight, **arguments)):
                 raise BenchmarkError(f"expected the stages of {plan.name} to give the operator's result, got another")
         problem = adapter.problem_of(operator, x, weight, arguments)
-        times = measure.interleaved([Competitor(s.record.name, s.launch) for s in stages], self.trials)
+        times = measure.interleaved([Competitor(s.record.name, s.launch) for s in stages], self.trials, self.idle_ms)
         for stage, ms in zip(stages, times):
             figures: dict[str, Any] = {"tflops": None, "gbps": None, "fraction_of_limit": None}
             if not stage.idle:

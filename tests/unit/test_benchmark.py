@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +68,7 @@ def result():
         stage | {"stage": "pool_avg_f32", "idle": True, "tflops": None, "gbps": None, "fraction_of_limit": None},
     ]
     environment = {"gpu": "NVIDIA H200", "driver": None, "torch": "2.11.0", "cuda": "13.0", "python": "3.12.3", "date": "2026-01-02"}
-    environment |= {"commit": "0123456789abcdef", "dirty": True, "command": "python scripts/bench.py", "trials": 100}
+    environment |= {"commit": "0123456789abcdef", "dirty": True, "command": "python scripts/bench.py", "trials": 100, "idle_ms": 2.5}
     return {
         "schema": report.SCHEMA,
         "environment": environment,
@@ -148,7 +150,7 @@ def test_summary():
 
 def test_trials_interleave_and_each_competitor_comes_first_in_turn(monkeypatch):
     seen = []
-    monkeypatch.setattr(measure, "one_trial", lambda competitor: seen.append(competitor.what) or float(len(seen)))
+    monkeypatch.setattr(measure, "one_trial", lambda competitor, idle_ms: seen.append(competitor.what) or float(len(seen)))
     competitors = [measure.Competitor(what, lambda: None) for what in "abc"]
     times = measure.interleaved(competitors, 4)
     assert [len(t) for t in times] == [4, 4, 4]
@@ -156,6 +158,34 @@ def test_trials_interleave_and_each_competitor_comes_first_in_turn(monkeypatch):
     assert len(rounds) == measure.WARM_UP + 4
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
     assert rounds[measure.WARM_UP :] == ["abc", "bca", "cab", "abc"]
+
+
+def test_every_trial_of_every_competitor_waits_as_long_before_it(monkeypatch):
+    """What happens in a trial, in order, without a GPU."""
+    events, log = iter(range(100)), []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = next(events)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("drain"))
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: log.append(seconds))
+    monkeypatch.setattr(measure, "_flush_buffer", lambda: SimpleNamespace(fill_=lambda value: log.append("flush")))
+    competitors = [measure.Competitor(what, functools.partial(log.append, what)) for what in "ab"]
+    assert measure.interleaved(competitors, 1, 4.0) == [[1.0], [1.0]]
+    trials = [log[i : i + 5] for i in range(0, len(log), 5)]
+    assert len(trials) == 2 * (measure.WARM_UP + 1)
+    assert {tuple(t) for t in trials} == {("drain", 0.004, "flush", what, "drain") for what in "ab"}
+    log.clear()
+    measure.one_trial(competitors[0])
+    assert log == ["drain", "flush", "a", "drain"]
 
 
 def test_rates_ratios_and_the_fraction_of_the_limit():
@@ -247,7 +277,7 @@ def test_tables_as_text_and_markdown():
 def test_every_figure_is_in_the_measured_part(result):
     text = report.measured(result)
     assert "NVIDIA H200, driver unknown, PyTorch 2.11.0 (CUDA 13.0), Python 3.12.3" in text
-    assert "commit 0123456789ab with changes, `python scripts/bench.py`, 100 trials." in text
+    assert "commit 0123456789ab with changes, `python scripts/bench.py`, 100 trials, 2.5 ms idle before each." in text
     assert "copy 4000 GB/s" in text
     for group in report.grouped(result["rows"]):
         assert report.input_name(group[0]) in text
@@ -372,11 +402,11 @@ def test_a_full_run_goes_to_docs_and_a_partial_one_only_where_it_is_told(tmp_pat
 
 
 def test_the_recorded_command_names_no_folder():
-    options = parse(["--quick", "--operator", MAIN.operator, "--trials", "7", "--out", "/some/where", "--commit", "abc"])
-    assert command_line(options) == f"python scripts/bench.py --quick --operator {MAIN.operator} --trials 7"
+    options = parse(["--quick", "--operator", MAIN.operator, "--trials", "7", "--idle-ms", "20", "--out", "/some/where", "--commit", "abc"])
+    assert command_line(options) == f"python scripts/bench.py --quick --operator {MAIN.operator} --trials 7 --idle-ms 20"
 
 
-@pytest.mark.parametrize("arguments", [["--operator", "no_such"], ["--trials", "0"], ["--what"]])
+@pytest.mark.parametrize("arguments", [["--operator", "no_such"], ["--trials", "0"], ["--idle-ms", "-1"], ["--idle-ms", "nan"], ["--what"]])
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse(arguments)
