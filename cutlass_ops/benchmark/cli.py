@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def output_folder(options: argparse.Namespace, root: Path) -> Optional[Path]:
 
 
 def run(options: argparse.Namespace, root: Path) -> int:
-    """Measure, print, write; returns the exit code: 1 where a result of ours was refused."""
+    """Measure, print, write; returns the exit code: 1 where a result of ours was refused, or a part failed."""
     from ..environment import environment  # here: --render and --help need no torch machinery
     from .run import Run, require_gpu
 
@@ -70,15 +71,25 @@ def run(options: argparse.Namespace, root: Path) -> int:
     operators = options.operator or ([MAIN.operator] if options.quick else list(CASES))
     how = {"command": command_line(options), "trials": trials, "idle_ms": options.idle_ms}
     measured = Run(environment(root, options.commit) | how, trials, options.idle_ms, path)
-    result = measured.measure(groups(operators, quick=options.quick), processes=1 if options.quick else 3)
+    result = measured.measure(groups(operators, quick=options.quick), quick=options.quick)
     if out is None or path is None:
         print(PARTIAL_RUN)
     else:
         write_aside(path, dumps(result))
-        print("\n".join(f"wrote {p}" for p in (path, *render(load(path), out, root))))
-    for text in result["refused"]:
-        print(f"error: refused to time {text}", file=sys.stderr)
-    return 1 if result["refused"] else 0
+        print(f"wrote {path}")
+    wrong = [f"refused to time {text}" for text in result["refused"]] + result["failed"]
+    for text in wrong:
+        print(f"error: {text}", file=sys.stderr)
+    if out is not None and importlib.util.find_spec("matplotlib") is None:
+        print("no matplotlib here: documents are not made; pip install 'cutlass_ops[bench]', then scripts/bench.py --render")
+    elif out is not None:
+        show_written(out, root)
+    return 1 if wrong else 0
+
+
+def show_written(out: Path, root: Path) -> None:
+    """Make the documents of a folder's figures and print their names."""
+    print("\n".join(f"wrote {p}" for p in render(load(out / "performance.json"), out, root)))
 
 
 def main(root: Path, arguments: Optional[Sequence[str]] = None) -> int:
@@ -86,8 +97,7 @@ def main(root: Path, arguments: Optional[Sequence[str]] = None) -> int:
     options = parse(arguments)
     try:
         if options.render:
-            out = output_folder(options, root) or root / "docs"
-            print("\n".join(f"wrote {p}" for p in render(load(out / "performance.json"), out, root)))
+            show_written(output_folder(options, root) or root / "docs", root)
             return 0
         return run(options, root)
     except CutlassOpsError as error:
