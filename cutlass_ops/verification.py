@@ -1,4 +1,4 @@
-"""The GPU check behind scripts/check_gpu.py: tests, accuracy of every operator and plan, and the record for each cubin.
+"""The GPU check (`cutlass-ops check`, scripts/check_gpu.py): tests, accuracy of every operator and plan, the record for each cubin.
 
 Needs a Hopper GPU; using the operators needs nothing of it. `accuracy.Criterion` says what "accurate" means.
 """
@@ -17,19 +17,21 @@ from unittest import mock
 
 import torch
 
-from . import driver
+from . import catalogue, driver
 from .accuracy import Accuracy, Criterion, serving, uniform
 from .environment import environment
 from .errors import InstallationError
-from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel
+from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel, shipped_kernels
 from .manifest import Manifest
 from .ops import Operator, use_plan
 from .problem import DTYPES
 
-__all__ = ["TEST_KERNELS", "check", "missing_gpu"]
+__all__ = ["TEST_KERNELS", "check", "check_kernels", "missing_gpu"]
 
 #: Environment variable that names the folder whose shared kernels tests/gpu/test_*_kernel.py launch.
 TEST_KERNELS = "CUTLASS_OPS_TEST_KERNELS"
+#: In a checkout; a wheel has no tests.
+TESTS = Path(__file__).parent.parent / "tests" / "gpu"
 DTYPES_WITH_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -42,6 +44,26 @@ def missing_gpu() -> Optional[str]:
     else:
         return None
     return f"needs a Hopper GPU (compute capability 9.0); found {found}"
+
+
+def check_kernels(spec: Optional[Path], kernels: Optional[Path], *, tests: bool = True, commit: Optional[str] = None) -> bool:
+    """Check the kernels of a user's specs (a Python file, and the folder they were built into) or, with None, the shipped ones.
+
+    Without `tests` it only prints the accuracy table. Returns whether all passed. Raises InstallationError, BuildError.
+    """
+    from .codegen.cli import kernels_folder, load_specs
+
+    if spec:
+        folder = kernels or kernels_folder(spec)
+        operators = [Operator(s, folder) for s in load_specs(spec)]
+        pattern = "test_*_kernel.py"  # of the kernels that all operators share; others need shipped operators
+    else:
+        folder, pattern = shipped_kernels(), "test_*.py"  # not pytorch/, which says nothing of a cubin
+        operators = [op for op in catalogue.operators().values() if op.kernels == folder]
+    found = sorted(TESTS.glob(pattern)) if tests else []
+    if tests and not found:
+        raise InstallationError(f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or without tests")
+    return check(operators, folder, found, commit)
 
 
 # ---- the table of every operator and plan ------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Check the kernels on a Hopper GPU and record which cubins passed (gpu_checks.json beside the manifest).
 
-Exit code 0: everything passed. 1: something failed. 2: there is no Hopper GPU here; nothing was written.
+The same as `cutlass-ops check`, without the packages that a command line needs: a machine with a GPU may have none of them.
+Exit code 0: everything passed. 1: something failed. 2: wrong usage. 3: there is no Hopper GPU here; nothing was written.
 """
 
 from __future__ import annotations
@@ -10,11 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import cutlass_ops
-from cutlass_ops import OPERATORS, CutlassOpsError, Operator, verification
-from cutlass_ops.loader import shipped_kernels
-
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "gpu"
+from cutlass_ops import CutlassOpsError, verification
 
 
 def _options() -> argparse.Namespace:
@@ -35,18 +32,9 @@ def main() -> int:
     missing = verification.missing_gpu()
     if missing:
         print(f"not checked: {missing}", file=sys.stderr)
-        return 2
+        return 3
     try:
-        if options.spec:
-            from cutlass_ops.codegen.cli import load_specs
-
-            kernels = options.kernels or Path(f"{options.spec.stem}_kernels")
-            operators = [Operator(spec, kernels) for spec in load_specs(options.spec)]
-            tests = sorted(TESTS.glob("test_*_kernel.py"))  # of the kernels that all operators share; others need shipped operators
-        else:
-            kernels, tests = shipped_kernels(), sorted(TESTS.glob("test_*.py"))  # not pytorch/, which says nothing of a cubin
-            operators = [getattr(cutlass_ops, name) for name in OPERATORS]
-        passed = verification.check(operators, kernels, [] if options.skip_tests else tests, options.commit)
+        passed = verification.check_kernels(options.spec, options.kernels, tests=not options.skip_tests, commit=options.commit)
     except (CutlassOpsError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

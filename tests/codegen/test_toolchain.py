@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_ops.codegen import build, cli
+from cutlass_ops.__main__ import main
+from cutlass_ops.codegen import build
 from cutlass_ops.codegen.toolchain import find
 from cutlass_ops.errors import BuildError
 
@@ -118,7 +119,7 @@ def test_a_cubin_that_cannot_be_disassembled_is_named(toolchain, tmp_path):
 
 def run(capsys, *arguments):
     """Exit code and the lines on stderr of the command line."""
-    code = cli.main([str(a) for a in arguments])
+    code = main(["build", *map(str, arguments)])
     captured = capsys.readouterr()
     return code, captured.err.splitlines()
 

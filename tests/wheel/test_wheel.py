@@ -192,9 +192,24 @@ def test_installed_operator_on_the_cpu(installed: Callable[[str], str]) -> None:
 def test_installed_builder_names_the_missing_package(installed: Callable[[str], str]) -> None:
     printed = installed(
         "import contextlib, io\n"
-        "from cutlass_ops.codegen.cli import main\n"
+        "from cutlass_ops.__main__ import main\n"
+        "from cutlass_ops.codegen.cli import build_kernels\n"
+        "from cutlass_ops.errors import BuildError\n"
         "with contextlib.redirect_stderr(io.StringIO()) as errors:\n"
-        "    assert main([]) == 1\n"
+        "    assert main(['build']) == 1\n"
         "print(errors.getvalue())\n"
+        "try:\n"
+        "    build_kernels(None, None, nvcc=None, jobs=1, check=False, progress=print)\n"
+        "except BuildError as error:\n"
+        "    print(error)\n"
     )
-    assert re.search(r"error: expected the package \w+, found none; pip install 'cutlass_ops\[build\]'", printed)
+    assert re.match(r"error: expected the package click, found none; pip install 'cutlass_ops\[cli\]'\n", printed)
+    assert re.search(r"^expected the package \w+, found none; pip install 'cutlass_ops\[build\]'$", printed, re.MULTILINE)
+
+
+def test_installed_doctor_finds_the_kernels_without_click(installed: Callable[[str], str]) -> None:
+    printed = installed("from cutlass_ops.__main__ import main\nprint(main(['doctor', '--json']))\n")
+    report = json.loads(printed.rpartition("}")[0] + "}")
+    found = {finding["subject"]: finding for finding in report["findings"]}
+    assert all(found[subject]["status"] == "ok" for subject in ("kernels", "cubins", "verified", "costs of plans"))
+    assert found["extra cli"]["remedy"] == "pip install 'cutlass_ops[cli]'"
