@@ -17,7 +17,7 @@ from ..loader import allow_unverified, device_facts
 from ..manifest import KernelRecord
 from ..ops import Operator, kernel_set
 from ..problem import Problem
-from ..selection import PLAN_NAMES, Plan, Rejection, Selection, select
+from ..selection import PLAN_NAMES, Plan, Rejection, Selection, headline, select
 from .cases import BenchmarkError
 
 Arguments = Mapping[str, Any]
@@ -34,6 +34,15 @@ def selection(operator: Operator, problem: Problem, device: int, force: Optional
     kernels, facts, allowed = kernel_set(operator.kernels), device_facts(device), allow_unverified()
     costs = shipped_costs() if force is None else Costs()
     return select(problem, facts, kernels.records.values(), kernels.verified, allow_unverified=allowed, force=force, costs=costs)
+
+
+def default_plan(operator: Operator, problem: Problem, device: int) -> Plan:
+    """The plan that a call takes. Raises BenchmarkError where there is none."""
+    chosen = selection(operator, problem, device)
+    if chosen.plan is None:
+        reasons = "; ".join(f"{r.name}: {r.reason}" for r in chosen.rejected)
+        raise BenchmarkError(f"expected a plan for {headline(problem)}, found none: {reasons}")
+    return chosen.plan
 
 
 def candidates(operator: Operator, problem: Problem, device: int) -> tuple[list[Plan], list[Rejection]]:

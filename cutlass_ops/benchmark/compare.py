@@ -123,15 +123,17 @@ def compare(
     flops, moved = adapter.flops(problem), adapter.minimum_bytes(problem)
     passed = _check(subject, who, moved, comparison)
     times = measure.interleaved([competitor for competitor, _ in passed], trials, idle_ms)
-    found = [
-        subject.facts
-        | {"what": competitor.what, "plan": competitor.plan, "trials": trials}
-        | ({"default_plan": competitor.plan == default} if competitor.plan else {})
-        | measure.summary(ms)
-        | accuracy
-        | {"peak_extra_mb": measure.peak_extra_bytes(competitor) / 1e6}
-        for (competitor, accuracy), ms in zip(passed, times)
-    ]
+    found = []
+    for (competitor, accuracy), ms in zip(passed, times):
+        extra = measure.peak_extra_bytes(competitor)
+        found.append(
+            subject.facts
+            | {"what": competitor.what, "plan": competitor.plan, "trials": trials}
+            | ({"default_plan": competitor.plan == default} if competitor.plan else {})
+            | measure.summary(ms)
+            | accuracy
+            | {"peak_extra_mb": None if extra is None else extra / 1e6}
+        )
     comparison.rows = rows.complete(found, flops, moved, limits)
     return comparison
 

@@ -107,8 +107,11 @@ def graph_pool_bytes() -> int:
     return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
 
 
-def peak_extra_bytes(competitor: Competitor) -> int:
-    """Peak memory of a call beyond what was allocated before (inputs) and its result; of a CUDA graph: its pool less the result."""
+def peak_extra_bytes(competitor: Competitor) -> Optional[int]:
+    """Peak memory of a call beyond what was allocated before (inputs) and its result.
+
+    Of a CUDA graph, which allocates nothing in a call: its pool less the result; None where it has no pool.
+    """
     with competitor.scope():
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -116,7 +119,7 @@ def peak_extra_bytes(competitor: Competitor) -> int:
         y: Tensor = competitor.call()
         torch.cuda.synchronize()
         peak = graph_pool_bytes() if competitor.owns_memory else torch.cuda.max_memory_allocated() - before
-        return int(peak - y.numel() * y.element_size())
+        return int(peak - y.numel() * y.element_size()) if peak or not competitor.owns_memory else None
 
 
 def limits(idle_ms: float = 0.0) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,11 @@ def new_figure(title: str, environments: Sequence[Mapping[str, Any]], height: fl
 
 
 def provenance(environment: Mapping[str, Any]) -> str:
-    """GPU, driver, versions, date and command, in two lines."""
+    """GPU, driver, versions, date and command, in lines that fit a figure."""
     e = environment
-    when = f"{e['date']}, {commit_name(e)}, {e['command']}, {e['trials']} trials"
-    return f"{machine_line(e)}\n{when}{', {:g} ms idle before each'.format(e['idle_ms']) if 'idle_ms' in e else ''}"
+    idle = f", {e['idle_ms']:g} ms idle before each" if "idle_ms" in e else ""
+    when = f"{e['date']}, {commit_name(e)}, {e['command']}, {e['trials']} trials{idle}"
+    return "\n".join([machine_line(e), *textwrap.wrap(when, 130, break_on_hyphens=False)])
 
 
 def bars(axes: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[str], texts: Sequence[str]) -> None:

@@ -36,18 +36,22 @@ class Plot:
     draw: Draw
 
 
-def time_figure(rows: Sequence[Row], environment: Mapping[str, Any], limit: bool = True) -> Figure:
-    """Milliseconds of every competitor on one input, with their standard deviation and the GPU's limit."""
+def time_figure(rows: Sequence[Row], environment: Mapping[str, Any]) -> Figure:
+    """Milliseconds of every competitor on one input, and the GPU's limit. Within `plot_style.style()`."""
     figure, axes = new_figure(f"Time: {input_name(rows[0])}", [environment], 1.7 + 0.36 * len(rows))
     means = [row["ms_mean"] for row in rows]
-    bars(axes, [competitor_name(row) for row in rows], means, [colour(row) for row in rows], [f"{ms:.3f}" for ms in means])
-    fraction = rows[0].get("fraction_of_limit")
-    if limit and fraction:
-        ms = means[0] * fraction
-        axes.axvline(ms, color=INK, linestyle="--", linewidth=1, label=f"limit of the GPU: {ms:.3f} ms")
-        axes.legend(loc="lower right")
+    bars(axes, [competitor_name(row) for row in rows], means, [colour(row) for row in rows], list(map(_ms, means)))
     axes.set_xlabel("ms, mean")
+    fraction = rows[0].get("fraction_of_limit")
+    if fraction:
+        limit = means[0] * fraction
+        axes.axvline(limit, color=INK, linestyle="--", linewidth=1)
+        axes.set_xlabel(f"ms, mean; dashed: the GPU's limit, {_ms(limit)}")
     return figure
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.3g}"
 
 
 def time(result: Result, _: Result) -> Optional[Figure]:
@@ -65,7 +69,7 @@ def other_inputs(result: Result, _: Result) -> Optional[Figure]:
     figure, axes = new_figure("Time: problem 46, other dtypes, layouts and precisions", [result["environment"]], 1.7 + 0.31 * len(rows))
     names = [f"{_short_input(row)}: {competitor_name(row)}" for row in rows]
     means = [row["ms_mean"] for row in rows]
-    bars(axes, names, means, [colour(row) for row in rows], [f"{ms:.3f}" for ms in means])
+    bars(axes, names, means, [colour(row) for row in rows], list(map(_ms, means)))
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("ms, mean")
     return figure
@@ -156,7 +160,8 @@ def batch(result: Result, _: Result) -> Optional[Figure]:
         points = sorted((row["shape"][0], row["ms_median"]) for row in found)
         axes.plot(*zip(*points), marker="o", markersize=4, color=line_colour, label=label)
     sizes = sorted({row["shape"][0] for row in rows})
-    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms, median")
+    trials = " or ".join(map(str, sorted({row["trials"] for row in rows})))
+    axes.set(xscale="log", yscale="log", xlabel=f"batch size ({trials} trials)", ylabel="ms, median")
     axes.set_xticks(sizes, [str(n) for n in sizes])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -12,7 +12,9 @@ def input_name(row: Mapping[str, Any]) -> str:
     """The input of a row in words."""
     layout = "NCHW" if row["layout"] == "contiguous" else "channels_last"
     precision = ", TF32 forbidden" if row["precision"] == "ieee" else ""
-    return f"{row['case']}, x ({', '.join(map(str, row['shape']))}) {row['dtype']} {layout}{precision}"
+    weight = f", weight {tuple(row['weight'])}," if "weight" in row else ""
+    arguments = "".join(f", {name} {value}" for name, value in row.get("arguments", {}).items())
+    return f"{row['case']}, x ({', '.join(map(str, row['shape']))}){weight} {row['dtype']} {layout}{arguments}{precision}"
 
 
 def competitor_name(row: Row) -> str:

@@ -16,9 +16,8 @@ import torch
 from .. import FusedConv2d, Operator, conv2d_min_add_mul, conv2d_relu_hardswish, conv2d_sub_tanh_sub_avgpool
 from ..loader import device_facts
 from ..problem import conv_allows_tf32
-from ..selection import Plan
 from . import adapter, cold_start, compare, launches, measure, tables
-from .cases import FEW_TRIALS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
+from .cases import CUDA_GRAPHS, FEW_TRIALS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
 from .compare import Subject
 from .measure import Competitor
 from .report import SCHEMA, dumps
@@ -60,7 +59,8 @@ class Run:
             self._require_plan(group)
         self.result["limits"] = measure.limits(self.idle_ms)
         self._say(tables.limits_line(self.result["limits"]))
-        with tempfile.TemporaryDirectory() as name, cold_start.caches(Path(name) / "run"):
+        # What torch.compile's cold starts found out about problem 46 spares this process its slowest search.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, cold_start.caches(Path(name) / CUDA_GRAPHS):
             self._part("cold start, in fresh processes", functools.partial(self._measure_cold_start, Path(name), quick))
             for group in groups:
                 self._part(str(group), functools.partial(self._measure_group, group))
@@ -96,7 +96,7 @@ class Run:
         with torch.device("meta"):
             subject = subject_of(group, "meta")
         with subject.settings():
-            _default_plan(subject, torch.cuda.current_device())
+            adapter.default_plan(subject.operator, subject.problem, torch.cuda.current_device())
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Run:
 
     def _measure_subject(self, group: Group, subject: Subject) -> None:
         device = subject.x.device.index
-        default = _default_plan(subject, device)
+        default = adapter.default_plan(subject.operator, subject.problem, device)
         plans, rejected = adapter.candidates(subject.operator, subject.problem, device) if group.every_plan else ([default], [])
         print("\n".join(f"  no {r.name}: {r.reason}" for r in rejected), flush=True)
         trials = min(self.trials, group.most_trials or self.trials)
@@ -137,15 +137,6 @@ class Run:
             self.result["stages"] += launches.stage_rows(subject, plan, self.result["limits"], few, self.idle_ms)
         if group.graph and default.name in passed:
             self.result["graphs"].append(launches.graph_row(subject, default, few, self.idle_ms))
-
-
-def _default_plan(subject: Subject, device: int) -> Plan:
-    """The plan that the subject's call takes. Raises BenchmarkError where there is none."""
-    chosen = adapter.selection(subject.operator, subject.problem, device)
-    if chosen.plan is None:
-        reasons = "; ".join(f"{r.name}: {r.reason}" for r in chosen.rejected)
-        raise BenchmarkError(f"expected a plan for {subject}, found none: {reasons}")
-    return chosen.plan
 
 
 def host() -> list[dict[str, Any]]:

@@ -95,6 +95,14 @@ def group_table(rows: Sequence[Row]) -> Table:
     return Table(f"{input_name(rows[0])}, {rows[0]['trials']} trials", headers, tuple(map(cells, rows)))
 
 
+def short_table(rows: Sequence[Row]) -> Table:
+    """All competitors on one input, in the columns that fit a terminal."""
+    keys = ("ms_mean", "ms_min", "tflops", "ratio_eager", "ratio_compile", "fraction_of_limit", "error_max", "peak_extra_mb")
+    columns = [c for c in _COLUMNS if c[1] in keys]
+    cells = [(competitor_name(row), *(number(row.get(key), form) for _, key, form in columns)) for row in rows]
+    return Table(f"{input_name(rows[0])}, {rows[0]['trials']} trials", ("", *(header for header, _, _ in columns)), tuple(cells))
+
+
 def stage_table(stages: Sequence[Row]) -> Table:
     """The launches of one plan on one input, and their sum."""
     columns = [c for c in _COLUMNS if c[1] in ("ms_mean", "ms_median", "ms_min", "ms_std", "tflops", "gbps", "fraction_of_limit")]
@@ -171,4 +179,6 @@ def machine_line(environment: Mapping[str, Any]) -> str:
 def commit_name(environment: Mapping[str, Any]) -> str:
     """The commit, in words."""
     e = environment
-    return f"commit {e['commit'][:12]}{' with changes' if e['dirty'] else ''}" if e["commit"] else "commit unknown"
+    if not e["commit"]:
+        return f"cutlass_ops {e['version']}" if "version" in e else "commit unknown"
+    return f"commit {e['commit'][:12]}{' with changes' if e['dirty'] else ''}"

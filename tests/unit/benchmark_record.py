@@ -76,9 +76,13 @@ def record():
 
 
 class Kernels:
-    """Every kernel of KernelBench's operators, built and verified."""
+    """Every kernel of conv2d and of KernelBench's operators, built and verified."""
 
-    records = {r.name: r for case in CASES.values() for r in all_records(case.operator, "none" if case.pool == 1 else "avg")}  # noqa: RUF012
+    records = {  # noqa: RUF012
+        r.name: r
+        for operator, pool in [("conv2d", 1), *((case.operator, case.pool) for case in CASES.values())]
+        for r in all_records(operator, "none" if pool == 1 else "avg")
+    }
     verified = frozenset(r.sha256 for r in records.values())
 
 
@@ -100,8 +104,9 @@ def run_without_gpu(monkeypatch):
 
     def ours(subject, plan):
         """As the kernels do: rounded to half precision once, at the end."""
-        floats = [t.float() for t in (subject.x, subject.weight)], {name: t.float() for name, t in subject.arguments.items()}
-        return measure.Competitor(compare.OURS, lambda: subject.operator(*floats[0], **floats[1]).to(subject.x.dtype), plan)
+        x, weight = subject.x.float(), subject.weight.float()
+        arguments = {k: v.float() if torch.is_tensor(v) else v for k, v in subject.arguments.items()}
+        return measure.Competitor(compare.OURS, lambda: subject.operator(x, weight, **arguments).to(subject.x.dtype), plan)
 
     def stages(operator, plan, x, weight, arguments):
         y = operator(x, weight, **arguments)

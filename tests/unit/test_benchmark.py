@@ -145,6 +145,31 @@ def test_every_trial_of_every_competitor_waits_as_long_before_it(monkeypatch):
     assert log == ["drain", "flush", "a", "drain"]
 
 
+class Memory:
+    """torch.cuda's counters: a call allocates so many bytes beyond what lay there; a graph's pool has so many."""
+
+    def __init__(self, monkeypatch, peak, pools=()):
+        segments = [{"total_size": size, "segment_pool_id": pool} for pool, size in pools]
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000 + peak)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+
+
+def test_memory_of_a_call_is_its_peak_without_inputs_and_result(monkeypatch):
+    Memory(monkeypatch, peak=700)
+    assert measure.peak_extra_bytes(measure.Competitor("a", lambda: torch.zeros(100))) == 300
+
+
+def test_memory_of_a_cuda_graph_is_its_pool_without_the_result(monkeypatch):
+    graph = measure.Competitor("a", lambda: torch.zeros(100), owns_memory=True)
+    Memory(monkeypatch, peak=0, pools=[((0, 0), 10_000), ((0, 3), 600), ((0, 3), 500)])
+    assert measure.peak_extra_bytes(graph) == 700
+    Memory(monkeypatch, peak=0, pools=[((0, 0), 10_000)])
+    assert measure.peak_extra_bytes(graph) is None
+
+
 def test_rates_ratios_and_the_fraction_of_the_limit():
     eager, compiled, ours = rows.complete(
         [row("eager", 5.0), row("torch.compile default", 2.0), row("cutlass_ops", 1.0, "p")], FLOPS, BYTES, LIMITS

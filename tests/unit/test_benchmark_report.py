@@ -192,7 +192,7 @@ def test_bars_are_as_long_as_the_figures(result):
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names[0] == "eager"
     assert names[3] == "cutlass_ops two-kernel-f16-guarded (default)"
-    assert "limit of the GPU: 0.500 ms" in texts(figure)
+    assert "ms, mean; dashed: the GPU's limit, 0.500" in texts(figure)
 
 
 def test_nothing_passes_the_roofs_lines_but_by_its_figures(result):
