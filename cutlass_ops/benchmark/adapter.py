@@ -12,12 +12,13 @@ from torch import Tensor
 
 from .. import driver
 from ..costs import Costs, shipped_costs
-from ..launch import PreparedCall, round_up
+from ..launch import PreparedCall
 from ..loader import allow_unverified, device_facts
 from ..manifest import KernelRecord
 from ..ops import Operator, kernel_set
 from ..problem import Problem
 from ..selection import PLAN_NAMES, Plan, Rejection, Selection, headline, select
+from ..work import round_up
 from .cases import BenchmarkError
 
 Arguments = Mapping[str, Any]

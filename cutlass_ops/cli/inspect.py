@@ -87,7 +87,7 @@ def _show(artifact: Artifact, found: Sequence[Kernel]) -> None:
 def _show_comparison(found: Comparison) -> None:
     click.echo(
         f"{found.equal_cubins} cubins equal; of the kernels in others: {len(found.added)} added, {len(found.removed)} removed, "
-        f"{len(found.changed)} changed, {len(found.same)} with equal instructions"
+        f"{len(found.changed)} changed, {len(found.same)} the same"
     )
     columns = (*_RESOURCES, *MIX)
     for title, listed in (("Added", found.added), ("Removed", found.removed)):
@@ -100,12 +100,8 @@ def _show_comparison(found: Comparison) -> None:
 
 def _changes(before: Kernel, after: Kernel) -> list[tuple[object, ...]]:
     """A row for each figure that differs, and one for GPU checks that do; where none does, instructions differ in order or operands."""
-    old, new = before.figures, after.figures
-    rows: list[tuple[object, ...]] = [
-        (before.name, column, old[column], new[column], f"{new[column] - old[column]:+d}")
-        for column in old
-        if column in new and old[column] != new[column]
-    ]
+    differences = before.differences(after).items()
+    rows: list[tuple[object, ...]] = [(before.name, column, old, new, f"{new - old:+d}") for column, (old, new) in differences]
     rows = rows or [(before.name, "order or operands", "-", "-", "-")]
     if _verified(before) != _verified(after):
         rows.append((before.name, "verified", _verified(before), _verified(after), "-"))

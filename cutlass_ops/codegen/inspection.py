@@ -77,6 +77,11 @@ class Kernel:
         dynamic = {"dynamic shared": self.record.shared_memory, "threads": self.record.threads} if self.record else {}
         return resources | dynamic | {"instructions": sum(self.instructions.values())} | self.mix
 
+    def differences(self, after: Kernel) -> dict[str, tuple[int, int]]:
+        """The figures of both kernels that differ, by column: before and after."""
+        old, new = self.figures, after.figures
+        return {column: (old[column], new[column]) for column in old if column in new and old[column] != new[column]}
+
 
 def disassembler() -> Path:
     """Cuobjdump: that of PyPI, else that on PATH, with nvdisasm, which it calls, beside it. Raises BuildError."""
@@ -175,7 +180,7 @@ class Comparison:
     added: tuple[Kernel, ...]
     removed: tuple[Kernel, ...]
     changed: tuple[tuple[Kernel, Kernel], ...]
-    #: Kernels whose instructions and resources are the same, though their cubins differ.
+    #: Kernels that have the same instructions and figures, though their cubins differ.
     same: tuple[str, ...]
     #: Cubins that both have byte for byte, which were not read.
     equal_cubins: int
@@ -197,7 +202,7 @@ def compare(before: Artifact, after: Artifact, tool: Path, *, step: Callable[[st
     equal = frozenset(before.hashes() & after.hashes())
     old, new = ({k.name: k for k in kernels(a, tool, without=equal, step=step)} for a in (before, after))
     both = [(old[name], new[name]) for name in sorted(old.keys() & new.keys())]
-    changed = tuple((a, b) for a, b in both if (a.code, a.figures) != (b.code, b.figures))
+    changed = tuple((a, b) for a, b in both if a.code != b.code or a.differences(b))
     return Comparison(
         added=tuple(new[name] for name in sorted(new.keys() - old.keys())),
         removed=tuple(old[name] for name in sorted(old.keys() - new.keys())),

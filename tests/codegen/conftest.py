@@ -14,7 +14,7 @@ from cutlass_ops.manifest import Manifest
 
 @pytest.fixture(scope="session")
 def toolchain():
-    for package in ("cutlass_library", "elftools", "rich"):
+    for package in ("cutlass_library", "elftools", "click", "rich"):
         if importlib.util.find_spec(package) is None:
             pytest.fail(f"expected the package {package} for tests/codegen, found none; pip install 'cutlass_ops[build]'", pytrace=False)
     from cutlass_ops.codegen import toolchain
