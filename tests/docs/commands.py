@@ -56,6 +56,7 @@ Proof = Union[Runs, Script, ByTest, Collects, Profiles, Plain]
 
 CHECK = "tests/unit/test_verification.py::test_the_samples_reach_every_fused_kernel_and_implicit_gemm_of_an_operator"
 TUTORIAL = "tests/codegen/test_tutorial.py::test_the_tutorial_leads_to_a_wheel_that_works"
+SWEEP = "tests/unit/test_sweep.py::test_a_shape_is_checked_and_timed_by_every_plan_that_serves_it"
 BENCH = "tests/unit/test_benchmark.py::test_a_wrong_result_is_refused_with_what_was_expected"
 KERNEL = "generated/cubins/conv2d_sub_tanh_sub_avgpool_fused_f32_nchw_c64_3x3.cubin"
 CUOBJDUMP = ".venv/lib/python3*/site-packages/nvidia/cu13/bin/cuobjdump"
@@ -86,16 +87,18 @@ COMMANDS: dict[str, Proof] = {
     "pip install my_ops/dist/my_ops-0.1.0-py3-none-any.whl": ByTest(TUTORIAL),
     # ---- on a Hopper GPU
     f"{PYTHON} scripts/check_gpu.py": Runs(3, NEEDS_GPU, CHECK),
-    f"{PYTHON} scripts/sweep.py": Runs(
-        2, NEEDS_GPU, "tests/unit/test_sweep.py::test_a_shape_is_checked_and_timed_by_every_plan_that_serves_it"
-    ),
+    f"{PYTHON} scripts/sweep.py": Runs(2, NEEDS_GPU, SWEEP),
+    "python scripts/sweep.py": Runs(2, NEEDS_GPU, SWEEP),
+    "python scripts/sweep.py --trials 15": Runs(2, NEEDS_GPU, SWEEP),
     f"{PYTHON} scripts/bench.py": Runs(1, "expected a Hopper GPU", BENCH),
     "python scripts/bench.py": Runs(1, "expected a Hopper GPU", BENCH),
     f"{PYTHON} scripts/soak.py": Runs(2, NEEDS_GPU, "tests/unit/test_soak.py::test_a_soak_makes_its_calls_and_reports"),
     f"{PYTHON} scripts/sanitize.py": Runs(
         2, NEEDS_GPU, "tests/unit/test_sanitizer.py::test_a_suite_has_every_kernel_and_plan_of_the_tracked_manifest"
     ),
-    "python scripts/bench.py --render": ByTest("tests/unit/test_benchmark.py::test_render_fills_both_documents_without_a_gpu"),
+    "python scripts/bench.py --render": ByTest(
+        "tests/unit/test_benchmark_report.py::test_render_makes_documents_and_plots_without_a_gpu_and_again_the_same_bytes"
+    ),
     "torchrun --standalone --nproc-per-node=2 scripts/scaling.py": ByTest(
         "tests/two_gpus/test_distributed.py::test_the_throughput_script_runs"
     ),
@@ -105,6 +108,7 @@ COMMANDS: dict[str, Proof] = {
     # ---- the command line
     "pip install '.demo/dist/cutlass_ops-0.1.0-py3-none-any.whl[cli]'": Script("pyproject.toml", "cli = ["),
     "cutlass-ops doctor": Runs(1, "Hopper", "tests/unit/test_cli_doctor.py::test_a_hopper_gpu_and_whole_kernels_are_usable"),
+    "cutlass-ops bench --help": Runs(0, "--shape"),
     "cutlass-ops list": Runs(0, "conv2d_relu_hardswish"),
     "cutlass-ops explain conv2d --shape 128,64,128,128 --weight 128,64,3,3": Runs(0, "plan:"),
     "cutlass-ops inspect .demo/dist/cutlass_ops-0.1.0-py3-none-any.whl": ByTest(
