@@ -11,7 +11,7 @@ from .. import verification
 from . import Failure
 from .own import own_source
 
-NO_GPU = 3  # exit code
+NO_GPU = 2  # exit code, that of the scripts which need a GPU
 
 
 @click.command(short_help="Check kernels on a Hopper GPU.")
@@ -25,7 +25,7 @@ def command(source: Optional[Path], kernels: Optional[Path], skip_tests: bool, c
     Runs the GPU tests, compares every operator and plan with float64, and writes which cubins passed into gpu_checks.json beside
     their manifest. Kernels without such a record are not used.
 
-    Exit code 0: all passed. 1: something failed. 2: wrong usage. 3: no Hopper GPU here; nothing was written.
+    Exit code 0: all passed. 1: something failed. 2: no Hopper GPU here, or wrong usage; nothing was written.
 
     \b
     Examples:
