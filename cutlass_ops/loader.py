@@ -85,7 +85,7 @@ class KernelSet:
         if record.architecture != "sm_90a":
             raise InstallationError(f"expected {record.cubin} for sm_90a, the manifest says {record.architecture}; reinstall the wheel")
         if record.sha256 not in self.verified and not allow_unverified():
-            raise InstallationError(f"expected a record of a passed GPU check for {record.cubin}, found none; run scripts/check_gpu.py")
+            raise InstallationError(f"expected a record of a passed GPU check for {record.cubin}, found none; run cutlass-ops check")
         library = self._libraries.get(record.cubin)
         if library is None:
             library = self._libraries[record.cubin] = driver.load_library(self.image(record))

@@ -156,7 +156,13 @@ class Operator:
 
     def _register(self) -> None:
         if hasattr(torch.ops.cutlass_ops, self.spec.name):
-            raise ValueError(f"expected a new operator name, got {self.spec.name!r}, which is registered already; rename the operator")
+            from .plugins import owner  # only here: it reads what is installed
+
+            before = _OPERATORS.get(self.spec.name)
+            raise ValueError(
+                f"expected a new operator name, got {self.spec.name!r} of {owner(self.spec)}, which is registered already, by "
+                f"{owner(before.spec) if before else 'another library'}; rename one of the two, or import only one"
+            )
         # The result's layout follows the inputs' strides, so Inductor must pass those that it traced.
         strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
         _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag, strides))

@@ -199,7 +199,7 @@ def _unusable(
             return f"expected compute capability 9.0 for {record.architecture}, got {device.capability[0]}.{device.capability[1]}"
         if record.sha256 not in verified and not allow_unverified:
             return (
-                f"expected a record of a passed GPU check for {kernel}, found none; run scripts/check_gpu.py, "
+                f"expected a record of a passed GPU check for {kernel}, found none; run cutlass-ops check, "
                 "or set CUTLASS_OPS_ALLOW_UNVERIFIED=1 for development"
             )
     return None

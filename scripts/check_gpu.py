@@ -16,8 +16,8 @@ from cutlass_ops import CutlassOpsError, verification
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spec", type=Path, help="a Python file with your own specs (default: the shipped operators)")
-    parser.add_argument("--kernels", type=Path, help="with --spec: the folder they were built into (default: NAME_kernels/)")
+    parser.add_argument("--spec", type=Path, help="your own project folder, or a Python file with specs (default: the shipped operators)")
+    parser.add_argument("--kernels", type=Path, help="with --spec: the folder they were built into")
     parser.add_argument("--skip-tests", action="store_true", help="print the accuracy table only; write nothing")
     parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
     options = parser.parse_args()

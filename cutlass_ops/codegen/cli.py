@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Optional
 
 from ..errors import BuildError
+from ..project import locate
 from ..spec import Spec
 from ..specs import OPERATORS
 
 
 def load_specs(path: Path) -> list[Spec]:
-    """The specs that a user's Python file defines. Raises BuildError where there is none."""
+    """The specs that a user's project folder or Python file defines. Raises BuildError where there is none."""
+    path = locate(path).specs
     if not path.is_file():
         raise BuildError(f"expected a Python file with specs at {path}, found none")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -33,8 +35,8 @@ def load_specs(path: Path) -> list[Spec]:
 
 
 def kernels_folder(spec: Path) -> Path:
-    """Where the kernels of a file of specs go unless another folder is named."""
-    return Path(f"{spec.stem}_kernels")
+    """Where the kernels of a project folder or Python file go unless another folder is named."""
+    return locate(spec).kernels
 
 
 def shipped_folder() -> Path:

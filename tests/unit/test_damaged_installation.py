@@ -186,7 +186,7 @@ FILES = {
     "record with an unverified sha256": (
         edit_gemm(lambda k: k.update(sha256="0" * 64)),
         NoPlanError,
-        r"expected a record of a passed GPU check for \w+, found none; run scripts/check_gpu.py",
+        r"expected a record of a passed GPU check for \w+, found none; run cutlass-ops check",
     ),
     "record with another parameter size": (
         edit_gemm(lambda k: k.update(params_size=520)),
