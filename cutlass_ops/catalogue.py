@@ -18,7 +18,7 @@ from .ops import Operator
 from .problem import Problem
 from .selection import DeviceFacts, Selection
 
-__all__ = ["HOPPER", "Folder", "UnknownNameError", "find_operator", "hopper", "operators", "plan_call", "present_gpu", "summary"]
+__all__ = ["HOPPER", "Folder", "UnknownNameError", "find_operator", "hopper", "loaded", "operators", "plan_call", "present_gpu", "summary"]
 
 #: Hopper GPUs by name, as PyTorch gives it without memory size and link -> number of SMs.
 HOPPER = {"NVIDIA H200": 132, "NVIDIA H100": 132, "NVIDIA H100 PCIe": 114, "NVIDIA H800": 132, "NVIDIA H20": 78, "NVIDIA GH200": 132}
@@ -28,16 +28,23 @@ class UnknownNameError(CutlassOpsError, LookupError):
     """No operator or GPU has this name."""
 
 
+def loaded() -> dict[str, Operator]:
+    """The operators of this process by name."""
+    return dict(ops._OPERATORS)
+
+
 def operators() -> dict[str, Operator]:
-    """The operators of this process and of all installed packages by name. Raises InstallationError for a clash or a broken package."""
+    """The operators of this process and of installed packages, which are imported. Raises InstallationError as `plugins.load` does."""
     for name in plugins.installed():
         plugins.load(name)
-    return dict(ops._OPERATORS)
+    return loaded()
 
 
 def find_operator(name: str, among: Optional[dict[str, Operator]] = None) -> Operator:
     """The operator of this name (among these; default: all). Raises UnknownNameError, with what the name may have meant."""
-    known = operators() if among is None else among
+    known = loaded() if among is None else among
+    if name not in known and among is None:
+        known = operators()  # only now: a package that does not load keeps nobody from the others
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         meant = f"did you mean {close[0]}? There" if close else "there"

@@ -20,7 +20,7 @@ from typing import Literal, Optional
 import torch
 
 from . import __version__, driver
-from .catalogue import Folder, hopper, operators, plan_call
+from .catalogue import Folder, hopper, loaded, operators, plan_call
 from .costs import shipped_costs
 from .errors import CutlassOpsError
 from .loader import ALLOW_UNVERIFIED, allow_unverified, device_facts
@@ -82,13 +82,14 @@ def main(*, as_json: bool = False, kernels: Optional[Path] = None) -> int:
 def examine(kernels: Optional[Path] = None) -> Report:
     """Look at everything."""
     gpu, devices = _devices()
-    folders = [kernels] if kernels else list(dict.fromkeys(op.kernels for op in operators().values()))
+    known, packages = _operators()
+    folders = [kernels] if kernels else list(dict.fromkeys(op.kernels for op in known.values()))
     examined = [_folder(path) for path in folders]
     readable = {path for path, (_, usable) in zip(folders, examined) if usable}
     findings = [*_versions(), _driver(), *devices]
     findings += [finding for found, _ in examined for finding in found]
-    findings += [_costs(), *_unverified(), *_extras()]
-    findings += [_plan(op, gpu) for op in operators().values() if op.kernels in readable]
+    findings += [*packages, _costs(), *_unverified(), *_extras()]
+    findings += [_plan(op, gpu) for op in known.values() if op.kernels in readable]
     return Report(tuple(findings))
 
 
@@ -194,7 +195,15 @@ def _describe(facts: DeviceFacts) -> str:
     return f"{facts.name}, compute capability {facts.capability[0]}.{facts.capability[1]}, {facts.sm_count} SMs"
 
 
-# ---- kernels -----------------------------------------------------------------------------------------------------
+# ---- operators and kernels -----------------------------------------------------------------------------------------------------
+
+
+def _operators() -> tuple[dict[str, Operator], list[Finding]]:
+    """All operators, and what is wrong with those of installed packages."""
+    try:
+        return operators(), []
+    except CutlassOpsError as error:
+        return loaded(), [_failed("packages", error)]
 
 
 def _folder(path: Path) -> tuple[list[Finding], bool]:

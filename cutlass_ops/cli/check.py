@@ -11,7 +11,7 @@ from .. import verification
 from . import Failure
 from .own import own_source
 
-NO_GPU = 3  # exit code
+NO_GPU = 2  # exit code, that of the scripts which need a GPU
 
 
 @click.command(short_help="Check kernels on a Hopper GPU.")
@@ -20,17 +20,18 @@ NO_GPU = 3  # exit code
 @click.option("--skip-tests", is_flag=True, help="Print the accuracy table only; write nothing.")
 @click.option("--commit", metavar="ID", help="Commit to record where there is no git checkout (ID-dirty: with changes).")
 def command(source: Optional[Path], kernels: Optional[Path], skip_tests: bool, commit: Optional[str]) -> None:
-    """Check kernels on a Hopper GPU: those of your own specs in SOURCE, or in a checkout the shipped ones.
+    """Check kernels on a Hopper GPU: those of your own SOURCE, or in a checkout the shipped ones.
 
-    Runs the GPU tests, compares every operator and plan with float64, and writes which cubins passed into gpu_checks.json beside
+    SOURCE is a project folder (cutlass-ops new) or a Python file with your own specs. For the shipped ones it runs the GPU tests. It
+    compares every operator and plan with float64, and writes which cubins passed into gpu_checks.json beside
     their manifest. Kernels without such a record are not used.
 
-    Exit code 0: all passed. 1: something failed. 2: wrong usage. 3: no Hopper GPU here; nothing was written.
+    Exit code 0: all passed. 1: something failed. 2: no Hopper GPU here, or wrong usage; nothing was written.
 
     \b
     Examples:
       cutlass-ops check
-      cutlass-ops check my_ops.py
+      cutlass-ops check my_ops
       cutlass-ops check my_ops.py --skip-tests
     """
     if kernels is not None and source is None:

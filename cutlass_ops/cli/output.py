@@ -49,8 +49,11 @@ def show_json(data: Any) -> None:
 def progress(what: str) -> Iterator[Step]:
     """A progress bar on stderr while the block runs; nothing where stderr is no terminal. Yields what to call after each step."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name, done, total: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
 
         def step(name: str, done: int, total: int) -> None:

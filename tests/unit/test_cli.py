@@ -218,3 +218,7 @@ def test_main_gives_the_exit_code(capsys):
     assert main(["list", "--no-such-option"]) == 2
     assert main(["list", "conv3d"]) == 1
     assert "error: expected an operator, got 'conv3d'; did you mean conv2d? " in capsys.readouterr().err
+
+
+def test_every_listed_command_has_its_module():
+    assert set(cli.group.list_commands(click.Context(cli.group))) == set(cli.COMMANDS) - {"bench"}

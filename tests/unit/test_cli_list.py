@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from cutlass_ops import OPERATORS, cli
+from cutlass_ops import OPERATORS, catalogue, cli, doctor
 from cutlass_ops.loader import shipped_kernels
 from cutlass_ops.manifest import Manifest
 
@@ -109,3 +109,22 @@ def test_a_damaged_manifest_is_one_line(folder):
     result = CliRunner().invoke(cli.group, ["list", "--kernels", str(folder)])
     assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
     assert result.stderr.startswith(f"error: expected a JSON manifest at {folder / 'manifest.json'}, could not read it")
+
+
+def test_operators_of_installed_packages_are_found(site):
+    site.add("unit_cli_packaged", "unit_cli_packaged_op")
+    assert "unit_cli_packaged_op" in catalogue.operators()
+    result = CliRunner().invoke(cli.group, ["list", "unit_cli_packaged"])
+    assert "did you mean unit_cli_packaged_op? There are conv2d, " in result.stderr
+
+
+def test_a_package_that_does_not_load_keeps_nobody_from_other_operators(site, listed):
+    site.add("unit_cli_broken", "unit_cli_broken_op", "raise RuntimeError('no')\n")
+    assert listed("conv2d")
+    result = CliRunner().invoke(cli.group, ["list"])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (1, 1)
+    assert result.stderr.startswith(
+        "error: expected the operator unit_cli_broken_op at unit_cli_broken:unit_cli_broken_op of unit_cli_broken 1.0"
+    )
+    (finding,) = [f for f in doctor.examine().findings if f.subject == "packages"]
+    assert (finding.status, finding.remedy) == ("FAIL", "mend or uninstall the package")
