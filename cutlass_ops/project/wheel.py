@@ -23,7 +23,7 @@ from . import Source
 
 __all__ = ["Built", "build", "some"]
 
-#: Loads each operator from the wheel alone, as a user of it would.
+#: Loads each operator from an unpacked wheel, as a user of it would.
 _LOAD = "import sys; sys.path.insert(0, sys.argv[1]); from cutlass_ops import plugins; [plugins.load(name) for name in sys.argv[2:]]"
 
 
@@ -59,7 +59,7 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
         wheel = _backend(source.root, Path(temporary))
         _check_kernels(wheel, source.kernels, ["manifest.json", *(f"cubins/{name}" for name in sorted(cubins))])
         _check_entry_points(wheel, operators, source.kernels.parent.name)
-        _check_loads(wheel, operators)
+        _check_loads(wheel, operators, Path(temporary, "unpacked"))
         return Built(_place(wheel, out), operators, unverified)
 
 
@@ -109,12 +109,14 @@ def _check_entry_points(wheel: Path, operators: tuple[str, ...], package: str) -
         )
 
 
-def _check_loads(wheel: Path, operators: tuple[str, ...]) -> None:
-    """Raise unless every operator can be loaded from the wheel."""
+def _check_loads(wheel: Path, operators: tuple[str, ...], unpacked: Path) -> None:
+    """Raise unless every operator can be loaded from the wheel, which is unpacked for that."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
     # -I: neither the current folder nor PYTHONPATH is searched; this package is found where it is here.
     here = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {here!r}); {_LOAD}"
-    result = subprocess.run([sys.executable, "-I", "-c", code, str(wheel), *operators], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-I", "-c", code, str(unpacked), *operators], capture_output=True, text=True, check=False)
     if result.returncode:
         raise BuildError(f"expected the wheel's operators to load, got {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
 
