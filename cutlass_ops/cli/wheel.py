@@ -18,9 +18,9 @@ from ..project import locate, wheel
 def command(project: Path, out: Optional[Path], allow_unverified: bool) -> None:
     """Pack a PROJECT folder that `cutlass-ops new` made, with its kernels, into a wheel. Needs the extra `build`, but no GPU.
 
-    Kernels that are missing, damaged, or without a record of a passed GPU check (`cutlass-ops check`) are refused. Those that
-    --allow-unverified lets through are used only where CUTLASS_OPS_ALLOW_UNVERIFIED=1 is set. The same project gives the same
-    bytes each time. One wheel serves x86-64 and Arm hosts.
+    Kernels that are missing, damaged, older than the specs, or without a record of a passed GPU check (`cutlass-ops check`) are
+    refused. Those that --allow-unverified lets through are used only where CUTLASS_OPS_ALLOW_UNVERIFIED=1 is set. The same project
+    gives the same bytes each time. One wheel serves x86-64 and Arm hosts.
 
     \b
     Examples:

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from ..errors import BuildError
 from ..loader import KernelSet
+from ..manifest import Manifest
 from ..plugins import GROUP
 from . import Source
 
 __all__ = ["Built", "build", "some"]
 
-#: Loads each operator from the wheel alone, as a user of it would.
+#: Loads each operator from an unpacked wheel, as a user of it would.
 _LOAD = "import sys; sys.path.insert(0, sys.argv[1]); from cutlass_ops import plugins; [plugins.load(name) for name in sys.argv[2:]]"
 
 
@@ -40,7 +41,8 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
     """Build the wheel of a project into `out`.
 
     Nothing is written to `out` where it fails. Raises BuildError: no project, missing tools, a failed backend, kernels that are
-    unverified (unless allowed), left out of the wheel or not loaded by it; InstallationError: kernels that are missing or damaged.
+    unverified (unless allowed), not of the specs as they are, left out of the wheel or not loaded by it; InstallationError:
+    kernels that are missing or damaged.
     """
     if source.root is None:
         raise BuildError(f"expected a project folder with pyproject.toml, got {source.specs}; cutlass-ops new makes a project")
@@ -54,18 +56,38 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
             f"expected a record of a passed GPU check in {source.kernels / 'gpu_checks.json'} for each cubin, found none for "
             f"{some(unverified)}; run cutlass-ops check {source.root} on a Hopper GPU, or pack them unverified with --allow-unverified"
         )
+    _check_current(source, kernels.manifest)
     operators = tuple(sorted({k.operator for k in kernels.manifest.kernels} - {""}))
     with tempfile.TemporaryDirectory(prefix="cutlass_ops_wheel_") as temporary:
         wheel = _backend(source.root, Path(temporary))
         _check_kernels(wheel, source.kernels, ["manifest.json", *(f"cubins/{name}" for name in sorted(cubins))])
         _check_entry_points(wheel, operators, source.kernels.parent.name)
-        _check_loads(wheel, operators)
+        _check_loads(wheel, operators, Path(temporary, "unpacked"))
         return Built(_place(wheel, out), operators, unverified)
 
 
 def some(names: Sequence[str]) -> str:
     """Names for a message: a few, and how many more there are."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def _check_current(source: Source, manifest: Manifest) -> None:
+    """Raise unless the kernels are those of the specs as they are now: else GPU and CPU would compute different things."""
+    from ..codegen.cli import load_specs
+
+    try:
+        from ..codegen.build import plan_units
+
+        units = plan_units(load_specs(source.specs))
+    except ModuleNotFoundError as error:
+        raise BuildError(f"expected the package {error.name}, found none; pip install 'cutlass_ops[build]'") from error
+    keys = {name: key for name, (key, *_) in manifest.keys.items()}
+    changed = sorted({unit.name for unit in units if keys.get(unit.name) != unit.key} | (keys.keys() - {unit.name for unit in units}))
+    if changed:
+        raise BuildError(
+            f"expected the kernels in {source.kernels} to be built from {source.specs} as it is, got others for {some(changed)}; "
+            f"run cutlass-ops build {source.root}, then cutlass-ops check"
+        )
 
 
 def _backend(root: Path, out: Path) -> Path:
@@ -109,12 +131,14 @@ def _check_entry_points(wheel: Path, operators: tuple[str, ...], package: str) -
         )
 
 
-def _check_loads(wheel: Path, operators: tuple[str, ...]) -> None:
-    """Raise unless every operator can be loaded from the wheel."""
+def _check_loads(wheel: Path, operators: tuple[str, ...], unpacked: Path) -> None:
+    """Raise unless every operator can be loaded from the wheel, which is unpacked for that."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
     # -I: neither the current folder nor PYTHONPATH is searched; this package is found where it is here.
     here = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {here!r}); {_LOAD}"
-    result = subprocess.run([sys.executable, "-I", "-c", code, str(wheel), *operators], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-I", "-c", code, str(unpacked), *operators], capture_output=True, text=True, check=False)
     if result.returncode:
         raise BuildError(f"expected the wheel's operators to load, got {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
 

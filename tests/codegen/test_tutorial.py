@@ -21,17 +21,22 @@ from cutlass_ops.verification import missing_gpu
 PACKAGE = "dist/cutlass_ops-0.1.0-py3-none-any.whl[build]"
 KERNELS = Path("my_ops/my_ops/kernels")
 
-COMMAND = """
-import sys
-from importlib import import_module
-import_module(f"cutlass_ops.cli.{sys.argv.pop(1)}").command()
-"""
-BUILD = """
-import sys
-from pathlib import Path
-from cutlass_ops.codegen import build, cli, cutlass_api, source, toolchain
+FEW_KERNELS = """
+from cutlass_ops.codegen import cutlass_api, source
 cutlass_api.OPERANDS = {"f16": cutlass_api.OPERANDS["f16"]}
 source.FUSED_VARIANTS = tuple(v for v in source.FUSED_VARIANTS if v.name == "fused_f16_nhwc_c16_3x3")
+"""
+COMMAND = f"""
+{FEW_KERNELS}
+import sys
+from importlib import import_module
+import_module("cutlass_ops.cli." + sys.argv.pop(1)).command()
+"""
+BUILD = f"""
+{FEW_KERNELS}
+import sys
+from pathlib import Path
+from cutlass_ops.codegen import build, cli, toolchain
 project = Path(sys.argv[1])
 build.build(cli.load_specs(project), cli.kernels_folder(project), toolchain.find(), strict=False)
 """

@@ -22,6 +22,8 @@ from click.testing import CliRunner, Result
 
 from cutlass_ops import BuildError, InstallationError, __version__
 from cutlass_ops.cli.wheel import command
+from cutlass_ops.codegen.build import plan_units
+from cutlass_ops.codegen.cli import load_specs
 from cutlass_ops.manifest import Manifest
 from cutlass_ops.project import locate, starter, wheel
 
@@ -35,9 +37,10 @@ def make_project(folder: Path, operator: str, *, verified: bool = True) -> Path:
     kernels = locate(root).kernels
     data = json.loads((ROOT / "generated" / "manifest.json").read_text())
     data["kernels"] = [k for k in data["kernels"] if k.get("operator", "") in ("", LIKE)]
-    text = json.dumps(data).replace(LIKE, operator)
+    data = json.loads(json.dumps(data).replace(LIKE, operator))
+    data["keys"] = {unit.name: [unit.key, "of a build"] for unit in plan_units(load_specs(root))}
     (kernels / "cubins").mkdir(parents=True)
-    (kernels / "manifest.json").write_text(text)
+    (kernels / "manifest.json").write_text(json.dumps(data))
     records = Manifest.load(kernels / "manifest.json").kernels
     for cubin in {r.cubin for r in records}:
         built = ROOT / "generated" / "cubins" / cubin.replace(operator, LIKE)
@@ -145,6 +148,11 @@ def leave_out_cubins(root: Path) -> None:
         (damage_cubin, InstallationError, r"expected .*pool\.cubin with sha256 \w+, got"),
         (remove_cubin, InstallationError, r"expected the cubin .*pool\.cubin, could not read it"),
         (remove_records, BuildError, r"expected a record .* found none for conv2d_own_bf16\.cubin, .* and \d+ more; run cutlass-ops check"),
+        (
+            edit("own_ops/specs.py", "+ shift", "- shift"),
+            BuildError,
+            r"as it is, got others for conv2d_own_bf16, .* more; run",
+        ),
         (leave_out_cubins, BuildError, r"expected own_ops/kernels/cubins/.* in the wheel .*none"),
         (
             edit("pyproject.toml", "conv2d_own =", "conv2d_other ="),
@@ -171,6 +179,11 @@ def test_an_unfit_project_is_refused(project: Path, spoil: Callable[[Path], None
     assert type(result.exception) is error, result.exception
     assert re.search(message, str(result.exception)), result.exception
     assert not (project / "dist").exists()
+
+
+def test_a_change_that_no_kernel_depends_on_needs_no_new_build(project: Path) -> None:
+    edit("own_ops/specs.py", "import relu", "import relu, tanh")(project)
+    lines_of(run(project))
 
 
 def test_a_file_with_specs_is_no_project(project: Path, tmp_path: Path) -> None:
