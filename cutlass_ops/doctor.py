@@ -140,7 +140,7 @@ def _failed(subject: str, error: Exception) -> Finding:
 
 def _extras() -> Iterator[Finding]:
     """What is installed beyond what calls need; nothing of it decides whether the kernels are usable."""
-    for extra, modules in {"cli": ("click", "rich"), "bench": ("rich", "matplotlib")}.items():
+    for extra, modules in {"cli": ("click", "rich"), "bench": ("matplotlib",)}.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         yield _extra(extra, ", ".join(modules), ", ".join(missing))
     yield _builder()

@@ -66,7 +66,7 @@ class Run:
                 self._part(str(group), functools.partial(self._measure_group, group))
             self._part("host time per call", self._measure_host)
         for table in tables.other_tables(self.result):
-            tables.show(table)
+            print(tables.plain(table), flush=True)
         self._say("done")
         return self.result
 
@@ -129,7 +129,7 @@ class Run:
             for text in getattr(found, kind):
                 self._note(kind, text)
         if found.rows:
-            tables.show(tables.group_table(found.rows))
+            print(tables.plain(tables.group_table(found.rows)), flush=True)
         few = min(trials, FEW_TRIALS)
         passed = {row["plan"] for row in found.rows}
         timed = [plan for plan in plans if plan.kernels and plan.name in passed]

@@ -24,7 +24,7 @@ def number(value: Optional[float], form: str) -> str:
 
 
 def plain(table: Table) -> str:
-    """A table for a terminal."""
+    """A table for a terminal, a file or a pipe."""
     lines = [table.headers, *table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.headers))]
     text = [table.title]
@@ -43,26 +43,6 @@ def markdown(table: Table) -> str:
     rule = f"| --- |{' ---: |' * (len(table.headers) - 1)}"
     title = [f"**{table.title}**", ""] if table.title else []
     return "\n".join([*title, line(table.headers), rule, *map(line, table.rows)])
-
-
-def show(table: Table) -> None:
-    """Print a table, with rich where it is installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
-        print(plain(table), flush=True)
-        return
-    console = Console()
-    if not console.is_terminal:  # rich would fold a wide table into 80 columns
-        print(plain(table), flush=True)
-        return
-    shown = RichTable(title=table.title, title_justify="left")
-    for i, header in enumerate(table.headers):
-        shown.add_column(header, justify="right" if i else "left")
-    for row in table.rows:
-        shown.add_row(*row)
-    console.print(shown)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

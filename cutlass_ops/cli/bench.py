@@ -21,7 +21,7 @@ from ..environment import environment
 from ..loader import device_facts
 from . import Failure
 from .call import Call, call_options
-from .output import progress, show
+from .output import progress
 
 _FORMATS = (".svg", ".png", ".pdf")
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -64,7 +64,7 @@ def command(call: Call, max_autotune: bool, trials: int, idle_ms: float, json_fi
     require_gpu("cutlass-ops explain says, without a GPU, which plan a call takes")
     result = _measured(call, [COMPILE_DEFAULT] + [MAX_AUTOTUNE] * max_autotune, trials, idle_ms)
     if result["rows"]:
-        _show(tables.short_table(result["rows"]))
+        click.echo(tables.plain(tables.short_table(result["rows"])))
     click.echo(tables.environment_line(result["environment"]))
     for text in result["not_run"]:
         click.echo(f"not timed: {text}", err=True)
@@ -97,15 +97,6 @@ def _measured(call: Call, modes: list[str], trials: int, idle_ms: float) -> dict
     where = environment(Path.cwd()) | {"commit": None, "dirty": None, "version": __version__} | how
     lists = {"rows": found.rows, "not_run": found.not_run, "refused": found.refused}
     return {"schema": SCHEMA, "environment": where, "limits": limits} | lists
-
-
-def _show(table: tables.Table) -> None:
-    """Print a table, numbers flush right under its title, which may be wider."""
-    lines = (table.headers, *table.rows)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.headers))]
-    headers, *rows = [[cell.rjust(width) if i else cell for i, (cell, width) in enumerate(zip(line, widths))] for line in lines]
-    click.echo(table.title)
-    show("", headers, rows)
 
 
 def _command_line(facts: dict[str, Any], call: Call, max_autotune: bool) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
+from ..codegen import shipping
 from ..errors import BuildError
 from ..loader import KernelSet
 from ..manifest import Manifest
@@ -49,8 +50,7 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
     kernels = KernelSet(source.kernels)
     for record in kernels.manifest.kernels:
         kernels.image(record)
-    cubins = {k.cubin: k.sha256 for k in kernels.manifest.kernels}
-    unverified = tuple(sorted(name for name, sha256 in cubins.items() if sha256 not in kernels.verified))
+    unverified = tuple(shipping.unverified(source.kernels))
     if unverified and not allow_unverified:
         raise BuildError(
             f"expected a record of a passed GPU check in {source.kernels / 'gpu_checks.json'} for each cubin, found none for "
@@ -60,7 +60,7 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
     operators = tuple(sorted({k.operator for k in kernels.manifest.kernels} - {""}))
     with tempfile.TemporaryDirectory(prefix="cutlass_ops_wheel_") as temporary:
         wheel = _backend(source.root, Path(temporary))
-        _check_kernels(wheel, source.kernels, ["manifest.json", *(f"cubins/{name}" for name in sorted(cubins))])
+        _check_kernels(wheel, source.kernels, ["manifest.json", *sorted({f"cubins/{k.cubin}" for k in kernels.manifest.kernels})])
         _check_entry_points(wheel, operators, source.kernels.parent.name)
         _check_loads(wheel, operators, Path(temporary, "unpacked"))
         return Built(_place(wheel, out), operators, unverified)

@@ -86,7 +86,7 @@ COMMANDS: dict[str, Proof] = {
     "cutlass-ops wheel my_ops": ByTest(TUTORIAL),
     "pip install my_ops/dist/my_ops-0.1.0-py3-none-any.whl": ByTest(TUTORIAL),
     # ---- on a Hopper GPU
-    f"{PYTHON} scripts/check_gpu.py": Runs(3, NEEDS_GPU, CHECK),
+    f"{PYTHON} scripts/check_gpu.py": Runs(2, NEEDS_GPU, CHECK),
     f"{PYTHON} scripts/sweep.py": Runs(2, NEEDS_GPU, SWEEP),
     "python scripts/sweep.py": Runs(2, NEEDS_GPU, SWEEP),
     "python scripts/sweep.py --trials 15": Runs(2, NEEDS_GPU, SWEEP),

@@ -176,7 +176,12 @@ def flip(path):
 DAMAGES = {
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "kernels", "found none", "build the kernels or reinstall the wheel"),
     "manifest no JSON": (lambda f: (f / "manifest.json").write_text("{"), "kernels", "could not read it", "reinstall the wheel"),
-    "manifest newer": (lambda f: (f / "manifest.json").write_text('{"schema": 99}'), "kernels", "got 99", "build the kernels again with this version"),
+    "manifest newer": (
+        lambda f: (f / "manifest.json").write_text('{"schema": 99}'),
+        "kernels",
+        "got 99",
+        "build the kernels again with this version",
+    ),
     "records no JSON": (lambda f: (f / "gpu_checks.json").write_text("["), "kernels", "GPU check records", "reinstall the wheel"),
     "no folder": (lambda f: f.rename(f.with_name("moved")), "kernels", "found none", "build the kernels or reinstall the wheel"),
     "cubin missing": (
