@@ -14,8 +14,8 @@ from typing import Any, Optional
 import torch
 
 from .. import FusedConv2d, Operator, conv2d_min_add_mul, conv2d_relu_hardswish, conv2d_sub_tanh_sub_avgpool
-from ..loader import device_facts
 from ..problem import conv_allows_tf32
+from ..verification import missing_gpu
 from . import adapter, cold_start, compare, launches, measure, tables
 from .cases import CUDA_GRAPHS, FEW_TRIALS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
 from .compare import Subject
@@ -27,12 +27,9 @@ OPERATORS: dict[str, Operator] = {op.spec.name: op for op in (conv2d_sub_tanh_su
 
 def require_gpu(otherwise: str = "--render makes the documents from figures measured before, without a GPU") -> None:
     """Raise BenchmarkError unless the kernels can run here and PyTorch's convolutions use TF32, as by default."""
-    remedy = f"run it on an H100, H200, H800, H20 or GH200; {otherwise}"
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"expected a Hopper GPU (compute capability 9.0), PyTorch finds no CUDA device; {remedy}")
-    facts = device_facts(torch.cuda.current_device())
-    if facts.capability != (9, 0):
-        raise BenchmarkError(f"expected compute capability 9.0, got {'.'.join(map(str, facts.capability))} ({facts.name}); {remedy}")
+    missing = missing_gpu()
+    if missing:
+        raise BenchmarkError(f"{missing}; run it on an H100, H200, H800, H20 or GH200; {otherwise}")
     if not conv_allows_tf32():
         raise BenchmarkError("expected PyTorch's default, TF32 allowed in convolutions, it is off; unset what switches it off")
 

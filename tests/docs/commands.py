@@ -90,8 +90,8 @@ COMMANDS: dict[str, Proof] = {
     f"{PYTHON} scripts/sweep.py": Runs(2, NEEDS_GPU, SWEEP),
     "python scripts/sweep.py": Runs(2, NEEDS_GPU, SWEEP),
     "python scripts/sweep.py --trials 15": Runs(2, NEEDS_GPU, SWEEP),
-    f"{PYTHON} scripts/bench.py": Runs(1, "expected a Hopper GPU", BENCH),
-    "python scripts/bench.py": Runs(1, "expected a Hopper GPU", BENCH),
+    f"{PYTHON} scripts/bench.py": Runs(1, NEEDS_GPU, BENCH),
+    "python scripts/bench.py": Runs(1, NEEDS_GPU, BENCH),
     f"{PYTHON} scripts/soak.py": Runs(2, NEEDS_GPU, "tests/unit/test_soak.py::test_a_soak_makes_its_calls_and_reports"),
     f"{PYTHON} scripts/sanitize.py": Runs(
         2, NEEDS_GPU, "tests/unit/test_sanitizer.py::test_a_suite_has_every_kernel_and_plan_of_the_tracked_manifest"

@@ -271,7 +271,7 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(tmp_path, []) == 1
     message = capsys.readouterr().err
-    assert message.startswith("error: expected a Hopper GPU (compute capability 9.0), PyTorch finds no CUDA device; run it on")
+    assert message.startswith("error: needs a Hopper GPU (compute capability 9.0); found none that PyTorch can use; run it on")
     assert message.count("\n") == 1
     assert not list(tmp_path.iterdir())
 

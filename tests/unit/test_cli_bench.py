@@ -165,7 +165,7 @@ def test_without_a_gpu_the_error_says_what_is_needed(monkeypatch):
     assert result.exit_code == 1
     assert result.stdout == ""
     assert result.stderr == (
-        "error: expected a Hopper GPU (compute capability 9.0), PyTorch finds no CUDA device; run it on an H100, H200, H800, H20 or "
+        "error: needs a Hopper GPU (compute capability 9.0); found none that PyTorch can use; run it on an H100, H200, H800, H20 or "
         "GH200; cutlass-ops explain says, without a GPU, which plan a call takes\n"
     )
 
