@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from . import reference
-from .errors import BuildError, ChainError, CudaError, CutlassOpsError, InstallationError, UnsupportedDeviceError
+from .errors import BuildError, ChainError, CudaError, CutlassOpsError, InstallationError, NoPlanError, UnsupportedDeviceError
 from .modules import FusedConv2d
 from .ops import Operator, explain, use_plan
-from .selection import DeviceFacts, NoPlanError
+from .selection import DeviceFacts
 from .spec import AvgPool2d, MaxPool2d, Spec, Tile, Vector, operator
 from .specs import OPERATORS
-
-__version__ = "0.1.0"
+from .version import __version__
 
 conv2d = Operator(OPERATORS["conv2d"])
 conv2d_sub_tanh_sub_avgpool = Operator(OPERATORS["conv2d_sub_tanh_sub_avgpool"])
@@ -37,6 +36,7 @@ __all__ = [
     "Tile",
     "UnsupportedDeviceError",
     "Vector",
+    "__version__",
     "conv2d",
     "conv2d_min_add_mul",
     "conv2d_relu_hardswish",

@@ -32,7 +32,7 @@ def _pair(a: Value, b: Value) -> tuple[Tensor, Tensor]:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """Hyperbolic tangent."""
+    """Hyperbolic tangent. The kernels approximate it to about 1e-5 (tanh.approx)."""
     return torch.tanh(x)
 
 
@@ -62,7 +62,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """Exponential function."""
+    """``e**x``."""
     return torch.exp(x)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BuildError", "ChainError", "CudaError", "CutlassOpsError", "InstallationError", "UnsupportedDeviceError"]
+__all__ = ["BuildError", "ChainError", "CudaError", "CutlassOpsError", "InstallationError", "NoPlanError", "UnsupportedDeviceError"]
 
 
 class CutlassOpsError(Exception):
@@ -19,6 +19,10 @@ class BuildError(CutlassOpsError):
 
 class InstallationError(CutlassOpsError):
     """The installed kernels are incomplete, damaged, unverified or do not fit this version of the package."""
+
+
+class NoPlanError(CutlassOpsError, ValueError):
+    """No plan serves the call; the message gives the reason against each."""
 
 
 class UnsupportedDeviceError(CutlassOpsError, RuntimeError):

@@ -19,10 +19,9 @@ from .fused import Fused
 from .loader import KernelSet, device_facts
 from .problem import Problem
 from .selection import Plan
-from .two_kernel import ALIGNMENT, ConvertParams, PoolParams, TwoKernel, flat_strides, presentable
-from .work import round_up
+from .two_kernel import ALIGNMENT, TwoKernel
 
-__all__ = ["ConvertParams", "PoolParams", "PreparedCall", "flat_strides", "presentable", "round_up"]
+__all__ = ["PreparedCall"]
 
 
 class PreparedCall:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from . import driver
 from .errors import InstallationError, UnsupportedDeviceError
-from .manifest import KernelRecord, Manifest, verified_hashes
+from .manifest import KernelRecord, Manifest, read_cubin, verified_hashes
 from .selection import DeviceFacts
 
 ALLOW_UNVERIFIED = "CUTLASS_OPS_ALLOW_UNVERIFIED"
@@ -31,6 +30,11 @@ def shipped_kernels() -> Path:
     package = Path(__file__).parent
     inside = package / "generated"
     return inside if inside.is_dir() else package.parent / "generated"
+
+
+def provenance(folder: Optional[Path] = None) -> dict[str, Any]:
+    """How the kernels of a folder (default: the shipped ones) came to be: `Manifest.provenance`. Raises InstallationError."""
+    return Manifest.load((folder or shipped_kernels()) / "manifest.json").provenance
 
 
 @functools.cache
@@ -85,7 +89,7 @@ class KernelSet:
         if record.architecture != "sm_90a":
             raise InstallationError(f"expected {record.cubin} for sm_90a, the manifest says {record.architecture}; reinstall the wheel")
         if record.sha256 not in self.verified and not allow_unverified():
-            raise InstallationError(f"expected a record of a passed GPU check for {record.cubin}, found none; run scripts/check_gpu.py")
+            raise InstallationError(f"expected a record of a passed GPU check for {record.cubin}, found none; run cutlass-ops check")
         library = self._libraries.get(record.cubin)
         if library is None:
             library = self._libraries[record.cubin] = driver.load_library(self.image(record))
@@ -110,19 +114,7 @@ class KernelSet:
 
     def image(self, record: KernelRecord) -> bytes:
         """The bytes of a record's cubin. Raises InstallationError unless they are exactly those of the record."""
-        path = self.folder / "cubins" / record.cubin
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise InstallationError(
-                f"expected the cubin {path}, could not read it ({error}); build the kernels or reinstall the wheel"
-            ) from error
-        found = hashlib.sha256(data).hexdigest()
-        if found != record.sha256:
-            raise InstallationError(
-                f"expected {path} with sha256 {record.sha256}, got {found} ({len(data)} bytes); rebuild it or reinstall the wheel"
-            )
-        return data
+        return read_cubin(self.folder, record)
 
 
 def require_hopper(facts: DeviceFacts) -> None:

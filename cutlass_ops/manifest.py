@@ -1,24 +1,44 @@
 """The manifest: what the builder records of every kernel, and all that the loader knows of it.
 
-Builder and loader meet here and nowhere else. `SCHEMA` changes when a field changes its meaning; a loader reads its own
-schema only, since a misread offset would be a wrong result.
+Builder and loader meet here and nowhere else. `SCHEMA` changes when a field changes its meaning, or a kernel expects something
+else of its launch; a loader reads its own schema only, since a misread offset would be a wrong result (docs/compatibility.md).
+Imported without PyTorch by wheel builds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 from .errors import InstallationError
+from .version import __version__
 
-__all__ = ["SCHEMA", "KernelRecord", "Manifest", "read_checks", "verified_hashes"]
+__all__ = ["FIELDS", "SCHEMA", "KernelRecord", "Manifest", "read_checks", "read_cubin", "verified_hashes"]
 
 SCHEMA = 1
 
 Family = Literal["implicit_gemm", "fused", "convert", "pack", "pool"]
+
+#: Fields of the parameter that a launch fills, by family: these and no others, so that no kernel is launched with a field that
+#: this version does not know. (The parameters of the other families are the ctypes structures of two_kernel.py and fused.py.)
+FIELDS: dict[str, frozenset[str]] = {
+    "implicit_gemm": frozenset(
+        (
+            *("activation", "filter", "output", "guard", "guard_value", "m", "k", "c", "r", "s", "p", "q"),
+            *("stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w"),
+        )
+    ),
+    "fused": frozenset(
+        (
+            *("input", "weights", "scales", "output", "pool_scale", "n", "k", "out_h", "out_w", "steps", "unit", "units_of_image"),
+            *("jump_images", "jump_steps", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
+        )
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +109,12 @@ class KernelRecord:
         for offset in offsets + [o for o, _ in self.constants]:
             if type(offset) is not int or not 0 <= offset <= self.params_size - 4:
                 raise ValueError(f"{self.name}: expected offsets within a parameter of {self.params_size} bytes, got {offset!r}")
+        expected, found = FIELDS.get(self.family, self.fields.keys()), self.fields.keys()
+        if found != expected:
+            raise ValueError(
+                f"{self.name}: expected the fields of this version's launches, got others too: {sorted(found - expected)}, "
+                f"and not all: {sorted(expected - found)}"
+            )
         if self.threads < 1 or self.shared_memory < 0:
             raise ValueError(f"{self.name}: expected threads and shared memory, got {self.threads} and {self.shared_memory}")
 
@@ -98,7 +124,9 @@ class Manifest:
     """All kernels of a build, and the versions that made them."""
 
     kernels: tuple[KernelRecord, ...]
-    provenance: dict[str, str]
+    #: What made the kernels: version of cutlass_ops, sha256 of its emitter (`emitter`), cutlass, nvcc, architecture, flags. In a wheel
+    #: or sdist also commit, dirty (whether files differed from it; both null where unknown) and source_date_epoch (in seconds).
+    provenance: dict[str, Any]
     #: Emission key of each cubin (sha256 of what its source comes from) and build key (of what its bytes come from); why a fused
     #: kernel was left out, if it was.
     keys: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -122,18 +150,49 @@ class Manifest:
             raise InstallationError(f"expected a JSON manifest at {path}, could not read it ({error}); reinstall the wheel") from error
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
-            raise InstallationError(
-                f"expected manifest schema {SCHEMA} at {path}, got {schema!r}; kernels and package must come from the same version"
-            )
+            raise InstallationError(f"expected manifest schema {SCHEMA} at {path}, got {schema!r}; {_version_remedy(data)}")
         try:
             kernels = tuple(KernelRecord.from_json(k) for k in data["kernels"])
             if len({k.name for k in kernels}) != len(kernels):
                 raise ValueError("expected one record a kernel, got two of one name")
             return cls(kernels, dict(data["provenance"]), dict(data["keys"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = "damaged one" if _builder(data) in (None, __version__) else "damaged one or another version's"
             raise InstallationError(
-                f"expected a complete manifest at {path}, got a damaged one ({error!r}); reinstall the wheel"
+                f"expected a complete manifest at {path}, got a {what} ({error!r}); reinstall the wheel, or {_version_remedy(data)}"
             ) from error
+
+
+def _builder(data: Any) -> Optional[str]:
+    """Version of cutlass_ops that made the manifest, where that can be told."""
+    provenance = data.get("provenance") if isinstance(data, dict) else None
+    version = provenance.get("cutlass_ops") if isinstance(provenance, dict) else None
+    return version if isinstance(version, str) else None
+
+
+def _version_remedy(data: Any) -> str:
+    """What to do about kernels that this version cannot read."""
+    builder = _builder(data)
+    if builder in (None, __version__):
+        return "build the kernels again with this version of cutlass_ops"
+    return f"the kernels are of cutlass_ops {builder}, this is {__version__}: install {builder}, or build them again with {__version__}"
+
+
+def read_cubin(folder: Path, record: KernelRecord) -> bytes:
+    """The bytes of a record's cubin, below `folder`. Raises InstallationError unless they are exactly those of the record."""
+    path = folder / "cubins" / record.cubin
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InstallationError(
+            f"expected the cubin {path}, could not read it ({error}); build the kernels or reinstall the wheel"
+        ) from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != record.sha256:
+        raise InstallationError(
+            f"expected {path} with sha256 {record.sha256}, got {found} ({len(data)} bytes); rebuild it or reinstall the wheel"
+        )
+    return data
 
 
 def read_checks(path: Path) -> dict[str, Any]:

@@ -14,12 +14,28 @@ __all__ = ["FusedConv2d"]
 
 
 class FusedConv2d(nn.Module):
-    """A convolution with an operator's chain and pool.
+    """A convolution with an operator's chain and pool, as a module.
 
     ``conv`` is an ordinary torch.nn.Conv2d whose weight and bias the operator uses (state_dict keys conv.weight, conv.bias; an
-    operator without a vector ``bias`` has none); the operator's other vectors become parameters under their own names. Further
-    keyword arguments are the operator's (scalars, pool, precision, ...). Raises TypeError or ValueError for arguments that the
-    operator would not take.
+    operator without a vector ``bias`` has none). The operator's other vectors become parameters of shape (out_channels, 1, 1)
+    under their own names, drawn from a standard normal distribution.
+
+    Args:
+        operator: An `Operator`.
+        in_channels: Channels C of the input.
+        out_channels: Channels K of the result.
+        kernel_size: Height and width of the filter, in pixels.
+        stride: As in torch.nn.Conv2d.
+        padding: As in torch.nn.Conv2d, but no string.
+        dilation: As in torch.nn.Conv2d.
+        bias: Whether ``conv`` has a bias.
+        device: Where the parameters lie.
+        dtype: Their dtype.
+        **arguments: The operator's scalars, precision and pool arguments, the same in each call.
+
+    Raises:
+        TypeError: `operator` is none, or an argument is one that it does not take.
+        ValueError: An argument has a value that the operator does not take.
     """
 
     def __init__(

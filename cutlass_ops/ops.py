@@ -17,7 +17,9 @@ from torch import Tensor
 from . import dispatch, ieee, reference
 from .arguments import Arguments
 from .costs import Costs, shipped_costs
-from .launch import PreparedCall, presentable
+from .errors import NoPlanError
+from .launch import PreparedCall
+from .layout import as_vector, in_format, presentable
 from .loader import KernelSet, allow_unverified, device_facts, require_hopper, shipped_kernels
 from .problem import (
     DTYPES,
@@ -34,7 +36,7 @@ from .problem import (
     precision_of,
     result_channels_last,
 )
-from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, NoPlanError, Selection, describe, headline, select
+from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, Selection, describe, headline, select
 from .spec import Spec
 from .torch_state import autocast, in_precision, is_plain, is_transformed, without_autocast
 
@@ -69,7 +71,16 @@ def kernel_set(folder: Path) -> KernelSet:
 
 @contextlib.contextmanager
 def use_plan(name: str) -> Iterator[None]:
-    """Within the block, calls of this thread take the plan `name` or raise (for benchmarks and tests)."""
+    """Within the block, calls of this thread take one plan or raise (for benchmarks and tests).
+
+    Args:
+        name: Among "fused-f16", "fused-bf16", "two-kernel-f16-guarded", "two-kernel-tf32", "two-kernel-f16", "two-kernel-bf16"
+            and "pytorch"; docs/how-it-works.md describes them.
+
+    Raises:
+        ValueError: There is no plan of this name.
+        NoPlanError: Of a call within the block that the plan cannot serve, with the reason.
+    """
     if name not in PLAN_NAMES:
         raise ValueError(f"expected a plan among {', '.join(PLAN_NAMES)}, got {name!r}")
     before = _thread.plan
@@ -92,22 +103,47 @@ def _registered(name: str) -> Operator:
 
 
 class Operator:
-    """An operator made of a `Spec`: callable as a function, registered as torch.ops.cutlass_ops.<name>.
+    """``pool(chain(conv2d(x, weight), *vectors, *scalars))``, callable as a function and as ``torch.ops.cutlass_ops.<name>``.
 
-    Call it as ``op(x, weight, *vectors, **scalars, pool=, stride=, padding=, dilation=, precision=)``: x (N, C, H, W) and
-    weight (K, C, R, S) in float32, float16, bfloat16 (float64: PyTorch's operators); vectors of K elements. With a pool also
-    pool_stride, pool_padding, ceil_mode, and count_include_pad, divisor_override (average) or pool_dilation (max), as in
-    PyTorch. Returns a new tensor of x's dtype, in the memory format that PyTorch's conv2d would choose. Under autocast tensors
-    take autocast's dtype as conv2d's do, unless `precision` is given. Gradients, forward-mode derivatives and torch.func
-    transforms are those of PyTorch's own operators.
-    Raises TypeError or ValueError for arguments that do not fit, before anything is launched.
+    A call is ``op(x, weight, *vectors, *scalars, stride=1, padding=0, dilation=1, precision=None)``, vectors and scalars in the
+    order and by the names of the operator's signature:
+
+    - x: tensor (N, C, H, W) of float32, float16, bfloat16 or float64 with any strides. The batch may be empty.
+    - weight: tensor (K, C, R, S) of x's dtype, on x's device.
+    - vectors: tensors of x's dtype and device with K elements, one an output channel, such as (K,) or (K, 1, 1). One with the
+      default None may be left out and then is zero.
+    - scalars: numbers, rounded to float32.
+    - stride, padding, dilation: an int or a pair (height, width), in pixels.
+    - precision: for float32 "tf32", "ieee" or None (what PyTorch's setting allows for convolutions); docs/numerics.md says what
+      each promises. For other dtypes None, or their own name ("f16", "bf16", "f64").
+
+    An operator with a pool takes also, by name and with the meaning of torch.nn.functional.avg_pool2d and max_pool2d:
+    pool (kernel size), pool_stride (None: the kernel size), pool_padding, ceil_mode, and count_include_pad and
+    divisor_override (average), or pool_dilation (max).
+
+    The result is a new tensor (N, K, P, Q) of x's dtype, in the memory format that PyTorch's conv2d would choose. On CPU tensors
+    PyTorch's own operators compute it. Under autocast the tensors take autocast's dtype as conv2d's do, unless precision is
+    given. Gradients, forward-mode derivatives and torch.func transforms are those of PyTorch's own operators.
+
+    A call raises TypeError or ValueError for arguments that do not fit, before anything is launched; `NoPlanError` where no plan
+    serves it; `UnsupportedDeviceError` on a GPU that is no Hopper one; `InstallationError` for kernels that are missing or
+    damaged; `CudaError` where the driver refuses.
+
+    Args:
+        spec: What to compute, made by the `operator` decorator.
+        kernels: Folder with its kernels (manifest.json, gpu_checks.json, cubins/), as the build leaves it; None: those of the
+            installed package. It is read at the first call on a GPU.
+
+    Raises:
+        ValueError: An operator of this name is registered in this process already.
     """
 
     def __init__(self, spec: Spec, kernels: Optional[Path] = None) -> None:
         self.spec = spec
         self.kernels = Path(kernels) if kernels else shipped_kernels()
         self.__name__ = spec.name
-        self.__doc__ = f"{spec.doc}\n\n{Operator.__doc__}"
+        of_a_call = inspect.cleandoc(Operator.__doc__ or "").partition("\n\nArgs:")[0]
+        self.__doc__ = f"{spec.doc}\n\n{of_a_call}"
         self.arguments = Arguments(spec)
         self.__signature__ = self.arguments.signature  # for help()
         self._vectors, self._scalars = self.arguments.vectors, self.arguments.scalars
@@ -156,7 +192,13 @@ class Operator:
 
     def _register(self) -> None:
         if hasattr(torch.ops.cutlass_ops, self.spec.name):
-            raise ValueError(f"expected a new operator name, got {self.spec.name!r}, which is registered already; rename the operator")
+            from .plugins import owner  # only here: it reads what is installed
+
+            before = _OPERATORS.get(self.spec.name)
+            raise ValueError(
+                f"expected a new operator name, got {self.spec.name!r} of {owner(self.spec)}, which is registered already, by "
+                f"{owner(before.spec) if before else 'another library'}; rename one of the two, or import only one"
+            )
         # The result's layout follows the inputs' strides, so Inductor must pass those that it traced.
         strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
         _LIBRARY.define(self._schema(), tags=(torch.Tag.pt2_compliant_tag, strides))
@@ -218,7 +260,7 @@ class Operator:
         vectors, scalars, parameters = self._split(rest)
         self._check(x, weight, vectors, parameters)
         precision_of(x, parameters.precision)
-        return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
+        return in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
 
     def _fake(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         vectors, _, p = self._split(rest)
@@ -262,11 +304,11 @@ class Operator:
             calls[key] = call
         if call is None:  # the plan that calls PyTorch's own operators
             with in_precision(precision):
-                return _in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
+                return in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
         if call.copies:
             x, weight = presentable(x), presentable(weight)
         if call.copies_vectors:
-            vectors = [_as_vector(v) for v in vectors]
+            vectors = [as_vector(v) for v in vectors]
         return call(x, weight, vectors, scalars)
 
     def _prepare(
@@ -284,7 +326,7 @@ class Operator:
             return None
         call = PreparedCall(problem, selection.plan, kernel_set(self.kernels), device, self._vectors, self._scalars)
         call.copies = presentable(x) is not x or presentable(weight) is not weight
-        call.copies_vectors = any(_as_vector(v) is not v for v in vectors)
+        call.copies_vectors = any(as_vector(v) is not v for v in vectors)
         return call
 
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
@@ -330,27 +372,23 @@ class Operator:
         return describe(problem, self._select(problem, facts, _thread.plan), facts)
 
 
-def _as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:
-    """A per-channel vector as the kernel reads it: fp32, dense."""
-    if vector is None or (vector.dtype is torch.float32 and vector.is_contiguous()):
-        return vector
-    return vector.reshape(-1).to(torch.float32).contiguous()
-
-
-def _in_format(y: Tensor, channels_last: bool) -> Tensor:
-    """A result in a memory format, with exactly its strides, also where a size of 1 leaves the choice."""
-    y = y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    _, k, p, q = y.shape
-    strides = (k * p * q, 1, q * k, k) if channels_last else (k * p * q, p * q, q, 1)
-    if y.stride() == strides:
-        return y
-    return torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
-
-
 def explain(operator: Callable[..., Tensor], *args: Any, device: Optional[DeviceFacts] = None, **kwargs: Any) -> str:
-    """Print and return which plan a call ``operator(*args, **kwargs)`` takes, and why the other candidates do not.
+    """Print and return which plan a call ``operator(*args, **kwargs)`` takes, and why it does not take the others.
 
-    Tensors may lie on the CPU or the meta device; `device` then names the GPU to plan for.
+    Args:
+        operator: An `Operator`.
+        *args: The call's positional arguments. Tensors may lie on the CPU or the meta device.
+        device: The GPU to plan for; None: the tensors' own.
+        **kwargs: The call's keyword arguments.
+
+    Returns:
+        The printed text: a line with the problem; the plan, its kernels and its expected microseconds; the plans that could
+        serve the call too, from fast to slow; every other plan with the reason against it.
+
+    Raises:
+        TypeError: `operator` is none, or the arguments are such that the call raises it.
+        ValueError: The arguments are such that the call raises it.
+        InstallationError: The kernels' manifest is missing or damaged.
     """
     if not isinstance(operator, Operator):
         raise TypeError(f"expected an operator of cutlass_ops, got {operator!r}")

@@ -209,12 +209,6 @@ def check_sizes(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation
         )
 
 
-def team_size(problem: Problem, tile: Sequence[int]) -> int:
-    """CTAs of the fused kernel that walk the same rows. `tile` is a CTA's: columns of the result x output channels."""
-    _, k, _, out_w = problem.output_shape
-    return -(-out_w // tile[0]) * -(-k // tile[1])
-
-
 def decide(condition: Any, unknown: bool = False) -> bool:
     """Whether a condition on sizes holds. Where they depend on data that a compiler has not got (unbacked sizes): `unknown`."""
     if type(condition) is bool:
@@ -222,7 +216,10 @@ def decide(condition: Any, unknown: bool = False) -> bool:
     from torch.fx.experimental import symbolic_shapes
 
     guard = getattr(symbolic_shapes, "guard_or_true" if unknown else "guard_or_false", bool)  # PyTorch before 2.7 has none
-    return bool(guard(condition))
+    try:
+        return bool(guard(condition))
+    except symbolic_shapes.GuardOnDataDependentSymNode:
+        return unknown
 
 
 def is_channels_last(tensor: Tensor) -> bool:

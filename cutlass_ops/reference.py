@@ -29,14 +29,29 @@ def compute(
     pool: Optional[PoolArguments] = None,
     convolution: Callable[..., Tensor] = functional.conv2d,
 ) -> Tensor:
-    """``pool(chain(conv2d(x, weight), **inputs))``: x (N, C, H, W), weight (K, C, R, S), vectors (K,) or None, scalars."""
+    """``pool(chain(conv2d(x, weight), **inputs))`` in PyTorch's own operators.
+
+    Args:
+        spec: What to compute.
+        x: Tensor (N, C, H, W) of any dtype and device that PyTorch's conv2d takes.
+        weight: Tensor (K, C, R, S).
+        inputs: The chain's arguments by name: tensors of K elements or None (zero), and numbers.
+        stride: Height and width, in pixels.
+        padding: Height and width, in pixels.
+        dilation: Height and width, in pixels.
+        pool: Arguments of the pool, or None for none.
+        convolution: What computes the convolution.
+
+    Returns:
+        A tensor (N, K, P, Q) of x's dtype.
+    """
     accum = convolution(x, weight, None, stride, padding, dilation)
     y = evaluate(spec.chain, accum, inputs)
     return y if pool is None else apply_pool(y, pool)
 
 
 def apply_pool(y: Tensor, pool: PoolArguments) -> Tensor:
-    """PyTorch's pool with these arguments."""
+    """PyTorch's avg_pool2d or max_pool2d of a tensor (N, K, H, W) with these arguments."""
     if pool.kind == "max":
         return functional.max_pool2d(y, pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
     return functional.avg_pool2d(
@@ -46,7 +61,13 @@ def apply_pool(y: Tensor, pool: PoolArguments) -> Tensor:
 
 @contextlib.contextmanager
 def convolutions(precision: str) -> Iterator[None]:
-    """fp32 convolutions of PyTorch in "tf32" or "ieee" (its setting is process-wide; it is put back on exit)."""
+    """Within the block, PyTorch's float32 convolutions on CUDA have this precision.
+
+    PyTorch's setting is process-wide; it is put back on exit.
+
+    Args:
+        precision: "tf32" or "ieee".
+    """
     conv: Any = getattr(torch.backends.cudnn, "conv", None)
     owner, name, value = torch.backends.cudnn, "allow_tf32", cast(Any, precision == "tf32")
     if conv is not None and hasattr(conv, "fp32_precision"):

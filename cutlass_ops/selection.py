@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from .costs import Costs
-from .errors import CutlassOpsError
 from .manifest import KernelRecord
-from .problem import Problem, team_size
+from .problem import Problem
+from .work import team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -24,13 +24,15 @@ MAX_OUTPUT_PIXELS = 2**31 - 512  # rounded up to whole tiles, still an int32
 SMALL_FLOPS = 2_000_000_000
 
 
-class NoPlanError(CutlassOpsError, ValueError):
-    """No plan serves the problem; the message gives the reason against each."""
-
-
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What selection needs to know of a device."""
+    """What the choice of a plan needs to know of a GPU.
+
+    Attributes:
+        name: As PyTorch names it, for messages.
+        capability: Compute capability, major and minor: (9, 0) for Hopper.
+        sm_count: Number of streaming multiprocessors.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -199,7 +201,7 @@ def _unusable(
             return f"expected compute capability 9.0 for {record.architecture}, got {device.capability[0]}.{device.capability[1]}"
         if record.sha256 not in verified and not allow_unverified:
             return (
-                f"expected a record of a passed GPU check for {kernel}, found none; run scripts/check_gpu.py, "
+                f"expected a record of a passed GPU check for {kernel}, found none; run cutlass-ops check, "
                 "or set CUTLASS_OPS_ALLOW_UNVERIFIED=1 for development"
             )
     return None

@@ -23,32 +23,55 @@ __all__ = ["AvgPool2d", "MaxPool2d", "Pool", "Spec", "Tile", "Vector", "operator
 
 
 class Vector:
-    """Annotation of a chain argument that is a per-channel vector: a tensor of K elements, one an output channel."""
+    """Annotation of a chain's argument that is a vector: in a call a tensor of K elements, one an output channel."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool after the chain: its kind and the kernel size that calls use unless they give another."""
+    """A pool after the chain, made by `AvgPool2d` or `MaxPool2d`.
+
+    Attributes:
+        kind: "avg" or "max".
+        kernel_size: Height and width of the window in pixels, which calls use unless they give another.
+    """
 
     kind: Literal["avg", "max"]
     kernel_size: int
 
 
 def AvgPool2d(kernel_size: int) -> Pool:  # noqa: N802 (PyTorch's name)
-    """Average pooling as torch.nn.functional.avg_pool2d does it."""
+    """Average pooling after a chain, as torch.nn.functional.avg_pool2d does it.
+
+    Args:
+        kernel_size: Height and width of the window in pixels, which calls use unless they give another.
+
+    Returns:
+        What `operator` takes as `pool`.
+    """
     return Pool("avg", kernel_size)
 
 
 def MaxPool2d(kernel_size: int) -> Pool:  # noqa: N802 (PyTorch's name)
-    """Max pooling as torch.nn.functional.max_pool2d does it."""
+    """Max pooling after a chain, as torch.nn.functional.max_pool2d does it.
+
+    Args:
+        kernel_size: Height and width of the window in pixels, which calls use unless they give another.
+
+    Returns:
+        What `operator` takes as `pool`.
+    """
     return Pool("max", kernel_size)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Shape of the implicit GEMM's tile: output pixels x output channels. A hint: any tile computes any problem.
+    """Shape of the implicit GEMM's tile in the two-kernel plans. A hint: any tile computes any problem.
 
     192 x 128 is the fastest measured at 128 output channels (docs/performance.md).
+
+    Attributes:
+        m: Output pixels, a multiple of 64 up to 256.
+        n: Output channels, a multiple of 8 up to 256.
     """
 
     m: int = 192
@@ -57,7 +80,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a chain. A scalar always has a default; a vector may be optional (absent means zero)."""
+    """One argument of a chain.
+
+    Attributes:
+        name: As the chain and users have it.
+        kind: "vector" or "scalar".
+        default: A scalar's; None for a vector.
+        optional: Whether a vector may be left out, and then is zero.
+    """
 
     name: str
     kind: Literal["vector", "scalar"]
@@ -67,7 +97,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class Spec:
-    """An operator: see the module's docstring. `chain` is called as chain(accum, **arguments)."""
+    """What an operator computes, declared by the `operator` decorator.
+
+    Attributes:
+        name: Of the operator: the chain function's.
+        chain: The function itself, called as ``chain(accum, **arguments)``.
+        arguments: Those of the chain after `accum`, in its order.
+        pool: The pool after the chain, or None.
+        tile: Of the two-kernel plans.
+        doc: The chain function's docstring.
+    """
 
     name: str
     chain: Callable[..., Any]
@@ -95,10 +134,23 @@ RESERVED = frozenset(
 
 
 def operator(*, pool: Optional[Pool] = None, tile: Tile = Tile()) -> Callable[[Callable[..., Any]], Spec]:
-    """Turn a chain into a `Spec`: annotate per-channel arguments `Vector`, give scalars a number as default.
+    """Decorator that turns a chain into a `Spec`.
 
-    A vector with default None may be left out by callers. Raises TypeError or ValueError for a signature that does not
-    say which kind an argument is; what the chain computes is checked when it is traced (`ChainError`).
+    The chain is a Python function whose first argument is `accum`, the convolution's result. Its other arguments are annotated
+    `Vector` (one value an output channel; default None: callers may leave it out), or have a number as default (a scalar). What
+    it may compute with is in `cutlass_ops.chain`; that is checked when the kernels are built (`ChainError`).
+
+    Args:
+        pool: `AvgPool2d` or `MaxPool2d` of a kernel size, or None.
+        tile: Of the two-kernel plans.
+
+    Returns:
+        A decorator: function -> `Spec`.
+
+    Raises:
+        TypeError: What is decorated is no Python function, or an argument is neither a vector nor a scalar.
+        ValueError: The first argument is not `accum`, an argument has a name that every operator uses, or pool or tile is out of
+            range.
     """
 
     def declare(chain: Callable[..., Any]) -> Spec:

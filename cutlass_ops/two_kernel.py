@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Optional, Union
-
-from torch import Tensor
+from typing import Union
 
 from . import driver
+from .layout import flat_strides
 from .loader import LoadedKernel
 from .problem import NO_POOL, Problem
 from .work import operand_channels, operands_to_convert, round_up
@@ -52,30 +51,6 @@ class PoolParams(ctypes.Structure):
             *("padding_h", "padding_w", "dilation_h", "dilation_w", "count_include_pad", "divisor_override", "channels_last"),
         )
     ]
-
-
-def flat_strides(shape: Sequence[int], strides: Sequence[int]) -> Optional[tuple[int, int, int]]:
-    """(batch, channel, pixel) strides of a 4-D tensor whose rows follow each other evenly, or None.
-
-    The conversion kernel walks an image's pixels as one dimension: stride_h must be W * stride_w. Strides of dimensions
-    of one element mean nothing.
-    """
-    _, _, h, w = shape
-    batch, channel, row, column = strides
-    if w == 1:
-        pixel = row if h > 1 else 1
-    elif h == 1 or row == w * column:
-        pixel = column
-    else:
-        return None
-    return batch, channel, pixel
-
-
-def presentable(tensor: Tensor) -> Tensor:
-    """The tensor itself where the conversion kernel can walk it, else a contiguous copy."""
-    if not tensor.numel() or flat_strides(tensor.shape, tensor.stride()) is not None:
-        return tensor
-    return tensor.contiguous()
 
 
 class Descriptor:

@@ -1,4 +1,4 @@
-"""The GPU check behind scripts/check_gpu.py: tests, accuracy of every operator and plan, and the record for each cubin.
+"""The GPU check (`cutlass-ops check`, scripts/check_gpu.py): tests, accuracy of every operator and plan, the record for each cubin.
 
 Needs a Hopper GPU; using the operators needs nothing of it. `accuracy.Criterion` says what "accurate" means.
 """
@@ -17,19 +17,19 @@ from unittest import mock
 
 import torch
 
-from . import driver
+from . import driver, ops
 from .accuracy import Accuracy, Criterion, serving, uniform
 from .environment import environment
 from .errors import InstallationError
-from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel
-from .manifest import Manifest
+from .loader import ALLOW_UNVERIFIED, KernelSet, LoadedKernel, shipped_kernels
+from .manifest import KernelRecord, Manifest, read_checks
 from .ops import Operator, use_plan
 from .problem import DTYPES
 
-__all__ = ["TEST_KERNELS", "check", "missing_gpu"]
+__all__ = ["check", "check_kernels", "check_own", "missing_gpu"]
 
-#: Environment variable that names the folder whose shared kernels tests/gpu/test_*_kernel.py launch.
-TEST_KERNELS = "CUTLASS_OPS_TEST_KERNELS"
+#: The tests of the shipped kernels; a checkout has them, an installation has not.
+TESTS = Path(__file__).parent.parent / "tests" / "gpu"
 DTYPES_WITH_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -42,6 +42,23 @@ def missing_gpu() -> Optional[str]:
     else:
         return None
     return f"needs a Hopper GPU (compute capability 9.0); found {found}"
+
+
+def check_kernels(spec: Optional[Path], kernels: Optional[Path], *, tests: bool = True, commit: Optional[str] = None) -> bool:
+    """Check the kernels of a user's project folder or Python file (`kernels`: the folder they are in) or, with None, the shipped ones.
+
+    Without `tests` it prints the accuracy table and writes nothing. Returns whether all passed. Raises InstallationError, BuildError.
+    """
+    from .codegen.cli import kernels_folder, load_specs
+
+    if spec:
+        folder = kernels or kernels_folder(spec)
+        return check_own([Operator(s, folder) for s in load_specs(spec)], folder, commit, write=tests)
+    folder = shipped_kernels()
+    found = sorted(TESTS.glob("test_*.py")) if tests else []  # not pytorch/, which says nothing of a cubin
+    if tests and not found:
+        raise InstallationError(f"expected the GPU tests in {TESTS}, found none; run the check in a checkout, or without tests")
+    return check([op for op in ops._OPERATORS.values() if op.kernels == folder], folder, found, commit)
 
 
 # ---- the table of every operator and plan ------------------------------------------------------------------------
@@ -81,9 +98,9 @@ SAMPLES = (
     Sample("padded", (4, 32, 40, 48), (96, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("few channels", (4, 8, 56, 136), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("1 x 1", (4, 64, 40, 72), (136, 1, 1), pool=2),
-    Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", arguments=(("padding", 1),)),
-    Sample("few channels_last", (4, 8, 37, 45), (72, 3, 3), "channels_last"),
-    Sample("1 x 1 channels_last", (4, 64, 33, 31), (70, 1, 1), "channels_last"),
+    Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", pool=2, arguments=(("padding", 1),)),
+    Sample("few channels_last", (4, 8, 37, 45), (72, 3, 3), "channels_last", pool=2),
+    Sample("1 x 1 channels_last", (4, 64, 33, 31), (70, 1, 1), "channels_last", pool=2),
     Sample("odd", (3, 13, 37, 45), (70, 5, 2), arguments=(("padding", (2, 1)), ("dilation", (1, 2)))),
     Sample("strided", (5, 130, 61, 63), (7, 3, 4), "sliced", arguments=(("stride", (2, 1)), ("padding", (0, 1)))),
     Sample("narrow", (2, 1, 33, 31), (7, 1, 1)),
@@ -164,50 +181,117 @@ class _Counter:
             self.counts[report.outcome] += 1
 
 
-def run_tests(tests: Sequence[Path], kernels: Path) -> tuple[dict[str, int], bool]:
+def run_tests(tests: Sequence[Path]) -> tuple[dict[str, int], bool]:
     """Run tests in this process; returns their counts and whether all passed (one at least)."""
     import pytest
 
     counter = _Counter()
-    with mock.patch.dict(os.environ, {TEST_KERNELS: str(kernels.resolve())}):
-        code = pytest.main([*map(str, tests), "-q", "-p", "no:cacheprovider"], plugins=[counter])
+    code = pytest.main([*map(str, tests), "-q", "-p", "no:cacheprovider"], plugins=[counter])
     return counter.counts, code == 0 and counter.counts["passed"] > 0 and not counter.counts["failed"] + counter.counts["skipped"]
 
 
 def check(operators: Sequence[Operator], kernels: Path, tests: Sequence[Path], commit: Optional[str] = None) -> bool:
-    """Check every cubin of a folder and write its gpu_checks.json; returns whether all passed.
+    """Check every cubin of the shipped operators' folder and write its gpu_checks.json; returns whether all passed.
 
     `operators` are those of the folder's manifest. A cubin passes where no test fails or is skipped (but for those too large
     for the GPU's memory), its kernels have all been launched, and every result that it took part in is accurate. Without
     `tests` nothing is written. `commit` is what to record outside a git checkout.
     """
+    manifest, facts = _prepare(operators, kernels, commit)
+    with mock.patch.dict(os.environ, {ALLOW_UNVERIFIED: "1"}), launches() as launched:
+        rows = _table(operators, manifest)
+        if not tests:
+            return all(row.accuracy.passed for row in rows)
+        counts, tests_passed = run_tests(tests)
+    records = {}
+    for cubin in _cubins(manifest):
+        reasons = [] if tests_passed else [f"tests: {counts}"]
+        reasons += cubin.objections(rows, launched)
+        records[cubin.sha256] = cubin.record(reasons, rows, facts | {"tests": counts})
+    return _write(kernels, records)
+
+
+def check_own(operators: Sequence[Operator], kernels: Path, commit: Optional[str] = None, *, write: bool = True) -> bool:
+    """Check every cubin of a user's folder and write its gpu_checks.json (if `write`); returns whether all passed.
+
+    As `check`, without a test: an operator's cubin passes where its kernels have all been launched and every result is accurate.
+    Those that all operators share passed their tests when they were shipped: each must be byte for byte the shipped one, whose
+    record is taken over. Raises InstallationError where one is not.
+    """
+    from . import __version__
+
+    manifest, facts = _prepare(operators, kernels, commit)
+    shipped = read_checks(shipped_kernels() / "gpu_checks.json")
+    for cubin in _cubins(manifest):
+        if cubin.shared and shipped.get(cubin.sha256, {}).get("passed") is not True:
+            raise InstallationError(
+                f"expected {kernels / 'cubins' / cubin.file} to be as cutlass_ops ships it, with a record of a passed GPU check, got other "
+                "bytes; build again with the compiler and the CUTLASS of cutlass_ops[build] of this version"
+            )
+    with mock.patch.dict(os.environ, {ALLOW_UNVERIFIED: "1"}), launches() as launched:
+        rows = _table(operators, manifest)
+    records = {}
+    for cubin in _cubins(manifest):
+        # Of the shared kernels an operator needs those of its pool alone.
+        reasons = cubin.objections(rows, launched | (cubin.kernels if cubin.shared else set()))
+        of_now = cubin.record(reasons, rows, facts | {"cutlass_ops": __version__})
+        records[cubin.sha256] = shipped[cubin.sha256] if cubin.shared and not reasons else of_now
+    return _write(kernels, records) if write else all(record["passed"] for record in records.values())
+
+
+@dataclass(frozen=True)
+class _Cubin:
+    """A cubin of a manifest, and the kernels in it."""
+
+    file: str
+    sha256: str
+    kernels: frozenset[str]
+    #: Whether all operators share it.
+    shared: bool
+
+    def objections(self, rows: Sequence[Row], launched: set[str]) -> list[str]:
+        """What the table and the launches have against it."""
+        idle = sorted(self.kernels - launched)
+        reasons = [f"not accurate: {row.case}" for row in rows if self.sha256 in row.cubins and not row.accuracy.passed]
+        return reasons + ([f"never launched: {', '.join(idle)}"] if idle else [])
+
+    def record(self, reasons: Sequence[str], rows: Sequence[Row], facts: dict[str, Any]) -> dict[str, Any]:
+        """Its GPU check record; the outcome is printed."""
+        print(f"{self.file}: {'; '.join(reasons) or 'passed'}")
+        errors = {row.case: row.accuracy.to_json() for row in rows if self.sha256 in row.cubins}
+        return {"cubin": self.file, "passed": not reasons, **facts, "errors": errors}
+
+
+def _cubins(manifest: Manifest) -> list[_Cubin]:
+    files: dict[str, list[KernelRecord]] = {}
+    for kernel in sorted(manifest.kernels, key=lambda k: k.cubin):
+        files.setdefault(kernel.cubin, []).append(kernel)
+    return [_Cubin(file, ks[0].sha256, frozenset(k.name for k in ks), not ks[0].operator) for file, ks in files.items()]
+
+
+def _prepare(operators: Sequence[Operator], kernels: Path, commit: Optional[str]) -> tuple[Manifest, dict[str, Any]]:
+    """The folder's manifest, which must be of these operators, and the facts that every record holds, printed too."""
     manifest = Manifest.load(kernels / "manifest.json")
     wanted, given = {k.operator for k in manifest.kernels} - {""}, {op.spec.name for op in operators}
     if wanted != given:
         raise InstallationError(f"expected the operators {sorted(given)} in {kernels / 'manifest.json'}, got {sorted(wanted)}; build again")
-    facts = environment(Path(__file__).parent.parent, commit)
+    facts = environment(kernels, commit)
     print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n")
-    with mock.patch.dict(os.environ, {ALLOW_UNVERIFIED: "1"}), launches() as launched:
-        print(f"{'absolute error against float64':<72}{'max':>10}{'mean':>10}{'eager max':>11}{'eager mean':>11}{'allowed max, mean':>20}")
-        rows = []
-        for row in (row for op in operators for row in measure(op, manifest)):
-            print(row)
-            rows.append(row)
-        if not tests:
-            return all(row.accuracy.passed for row in rows)
-        counts, tests_passed = run_tests(tests, kernels)
-    records = {}
-    for file in sorted({k.cubin for k in manifest.kernels}):
-        mine = [k for k in manifest.kernels if k.cubin == file]
-        sha256 = mine[0].sha256
-        cases = {row.case: row.accuracy for row in rows if sha256 in row.cubins}
-        idle = sorted({k.name for k in mine} - launched)
-        reasons = [] if tests_passed else [f"tests: {counts}"]
-        reasons += [f"not accurate: {case}" for case, accuracy in cases.items() if not accuracy.passed]
-        reasons += [f"never launched: {', '.join(idle)}"] if idle else []
-        print(f"{file}: {'; '.join(reasons) or 'passed'}")
-        errors = {case: a.to_json() for case, a in cases.items()}
-        records[sha256] = {"cubin": file, "passed": not reasons, **facts, "tests": counts, "errors": errors}
+    return manifest, facts
+
+
+def _table(operators: Sequence[Operator], manifest: Manifest) -> list[Row]:
+    """The accuracy of every operator, printed row by row."""
+    print(f"{'absolute error against float64':<72}{'max':>10}{'mean':>10}{'eager max':>11}{'eager mean':>11}{'allowed max, mean':>20}")
+    rows = []
+    for row in (row for op in operators for row in measure(op, manifest)):
+        print(row)
+        rows.append(row)
+    return rows
+
+
+def _write(kernels: Path, records: dict[str, dict[str, Any]]) -> bool:
+    """Write the records aside and rename; returns whether all passed."""
     path = kernels / "gpu_checks.json"
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(json.dumps({"schema": 1, "cubins": records}, indent=1, sort_keys=True) + "\n", encoding="utf-8")

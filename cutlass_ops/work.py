@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .problem import Problem, team_size
+from .problem import Problem
 
 
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def team_size(problem: Problem, tile: Sequence[int]) -> int:
+    """CTAs of the fused kernel that walk the same rows. `tile` is a CTA's: columns of the result x output channels."""
+    _, k, _, out_w = problem.output_shape
+    return -(-out_w // tile[0]) * -(-k // tile[1])
 
 
 def unit_of_work(problem: Problem, tile: Sequence[int]) -> int:

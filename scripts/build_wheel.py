@@ -1,65 +1,51 @@
 #!/usr/bin/env python3
-"""Build sdist and wheel into dist/, of verified kernels only, the same bytes each time."""
+"""Build sdist and wheel into dist/: of verified kernels, of a commit, the same bytes each time."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from check_verified import GENERATED, REMEDY, unverified
+from cutlass_ops.codegen.shipping import complaints
 
-from cutlass_ops.errors import InstallationError
-from cutlass_ops.loader import KernelSet
-
-ROOT = GENERATED.parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def complaint(folder: Path) -> str | None:
-    """Why the kernels of a folder cannot be shipped: missing, other than the manifest says, unverified; None where they can."""
-    try:
-        kernels = KernelSet(folder)
-        for record in kernels.manifest.kernels:
-            kernels.image(record)
-        found = unverified(folder)
-    except InstallationError as error:
-        return str(error)
-    return f"expected a record in {folder / 'gpu_checks.json'} {REMEDY}; {', '.join(found)} have none" if found else None
-
-
-def commit_time() -> str | None:
-    """Time of the last commit, in seconds since the epoch; None without git (hatchling then has a fixed time)."""
-    git = shutil.which("git")
-    if git is None or not (ROOT / ".git").exists():
-        return None
-    result = subprocess.run([git, "-C", str(ROOT), "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
+def build(out: Path) -> list[Path]:
+    """Build into `out` with the tools of scripts/constraints.txt; returns sdist and wheel. Raises CalledProcessError."""
+    constraint = {"PIP_CONSTRAINT": (ROOT / "scripts" / "constraints.txt").as_uri()}  # a path with spaces would be two
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".build-") as aside:
+        command = [sys.executable, "-m", "build", "--outdir", aside, str(ROOT)]
+        subprocess.run(command, capture_output=True, text=True, check=True, env=constraint | dict(os.environ))
+        return [path.replace(out / path.name) for path in sorted(Path(aside).iterdir(), key=lambda path: path.suffix)]
 
 
 def main() -> int:
     """Build; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for sdist and wheel (default: dist/)")
+    parser.add_argument("--allow-dirty", action="store_true", help="also from a changed tree, or one of no known commit: not for others")
     options = parser.parse_args()
-    problem = complaint(GENERATED)
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
+    wrong = complaints(ROOT, ROOT / "generated")
+    if options.allow_dirty and (problem := wrong.pop("origin", None)):
+        print(f"not a release: {problem}", file=sys.stderr)
+    if wrong:
+        print(*(f"error: {problem}" for problem in wrong.values()), sep="\n", file=sys.stderr)
         return 1
-    environment = dict(os.environ)
-    if "SOURCE_DATE_EPOCH" not in environment and (time := commit_time()):
-        environment["SOURCE_DATE_EPOCH"] = time
-    command = [sys.executable, "-m", "build", "--outdir", str(options.out), str(ROOT)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if result.returncode:
-        print(f"{result.stdout}{result.stderr}error: python -m build failed (exit code {result.returncode})", file=sys.stderr)
+    try:
+        made = build(options.out)
+    except subprocess.CalledProcessError as error:
+        print(f"{error.stdout}{error.stderr}error: python -m build failed (exit code {error.returncode})", file=sys.stderr)
         return 1
-    wheel = max(options.out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    data = wheel.read_bytes()
-    print(f"{wheel}\n{len(data)} bytes\nsha256 {hashlib.sha256(data).hexdigest()}")
+    for path in made:
+        data = path.read_bytes()
+        print(f"{path}\n  {len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()}")
     return 0
 
 

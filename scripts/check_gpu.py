@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Check the kernels on a Hopper GPU and record which cubins passed (gpu_checks.json beside the manifest).
 
+The same as `cutlass-ops check`, without the packages that a command line needs: a machine with a GPU may have none of them.
 Exit code 0: everything passed. 1: something failed. 2: there is no Hopper GPU here; nothing was written.
 """
 
@@ -10,17 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
-import cutlass_ops
-from cutlass_ops import OPERATORS, CutlassOpsError, Operator, verification
-from cutlass_ops.loader import shipped_kernels
-
-TESTS = Path(__file__).resolve().parent.parent / "tests" / "gpu"
+from cutlass_ops import CutlassOpsError, verification
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spec", type=Path, help="a Python file with your own specs (default: the shipped operators)")
-    parser.add_argument("--kernels", type=Path, help="with --spec: the folder they were built into (default: NAME_kernels/)")
+    parser.add_argument("--spec", type=Path, help="your own project folder, or a Python file with specs (default: the shipped operators)")
+    parser.add_argument("--kernels", type=Path, help="with --spec: the folder they were built into")
     parser.add_argument("--skip-tests", action="store_true", help="print the accuracy table only; write nothing")
     parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
     options = parser.parse_args()
@@ -37,16 +34,7 @@ def main() -> int:
         print(f"not checked: {missing}", file=sys.stderr)
         return 2
     try:
-        if options.spec:
-            from cutlass_ops.codegen.cli import load_specs
-
-            kernels = options.kernels or Path(f"{options.spec.stem}_kernels")
-            operators = [Operator(spec, kernels) for spec in load_specs(options.spec)]
-            tests = sorted(TESTS.glob("test_*_kernel.py"))  # of the kernels that all operators share; others need shipped operators
-        else:
-            kernels, tests = shipped_kernels(), sorted(TESTS.glob("test_*.py"))  # not pytorch/, which says nothing of a cubin
-            operators = [getattr(cutlass_ops, name) for name in OPERATORS]
-        passed = verification.check(operators, kernels, [] if options.skip_tests else tests, options.commit)
+        passed = verification.check_kernels(options.spec, options.kernels, tests=not options.skip_tests, commit=options.commit)
     except (CutlassOpsError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

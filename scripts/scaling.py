@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def seconds(call: Callable[[], object], trials: int) -> float:
     """Mean time of a call, from a start that all processes share to the end of the slowest."""
     for _ in range(10):
         call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     dist.barrier()
     start.record()
@@ -48,7 +49,8 @@ def seconds(call: Callable[[], object], trials: int) -> float:
 
 def measure(name: str, trials: int) -> bool:
     """Measure one operator and print a line for each way to share the work; returns whether the results are right."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     rank, world = dist.get_rank(), dist.get_world_size()
     op, (shape, k) = getattr(cutlass_ops, name), SIZES[name]
@@ -88,7 +90,8 @@ def main() -> int:
         print(f"not measured: {missing}", file=sys.stderr)
         return 2
     torch.cuda.set_device(local)
-    where = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
+    # Without torchrun: a group of one.
+    where: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group("nccl", device_id=torch.device("cuda", local), **where)
     try:
         if dist.get_rank() == 0:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accuracy import LIMIT, round_to_tf32
+from ..accuracy import LIMIT, ROUNDING, round_to_tf32
+
+FEW_ROUNDINGS = 2.0**-22  # relative, of a result in fp32
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,21 @@ def tf32_error(model: nn.Module, x: Tensor, expected: Tensor) -> Error:
     return Error(float(difference.max()), float(difference.mean()))
 
 
-def allowed_error(eager: Error, tf32: Error | None) -> Error:
-    """The largest error that ours may have.
+def allowed_error(eager: Error, tf32: Error | None, expected: Tensor, dtype: torch.dtype) -> Error:
+    """The largest error that ours may have: 1.05 times that of PyTorch's eager result, and what rounding makes unavoidable.
 
     PyTorch may choose an algorithm without TF32 where TF32 is allowed (small batches): its error is then far below TF32's,
-    which is what it promised; the error of TF32 itself (`tf32`, fp32 tensors only) takes its place.
+    which is what it promised; the error of TF32 itself (`tf32`, where TF32 is allowed) takes its place. A result in half
+    precision may always be one rounding from the float64 result; one in fp32 a few roundings farther than PyTorch's, which
+    counts where TF32 is forbidden.
     """
     base = tf32 if tf32 is not None and eager.mean < tf32.mean / 2 else eager
-    return Error(LIMIT * base.max, LIMIT * base.mean)
+    relative = ROUNDING[dtype][0] if dtype in ROUNDING else FEW_ROUNDINGS
+    magnitude = expected.abs()
+    rounding = Error(relative * float(magnitude.max()), relative * float(magnitude.mean()))
+    if dtype in ROUNDING:
+        return Error(max(LIMIT * base.max, rounding.max), max(LIMIT * base.mean, rounding.mean))
+    return Error(LIMIT * base.max + rounding.max, LIMIT * base.mean + rounding.mean)
 
 
 def within(error: Error, allowed: Error) -> bool:

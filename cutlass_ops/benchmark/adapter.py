@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from .. import driver
 from ..costs import Costs, shipped_costs
-from ..launch import PreparedCall, round_up
+from ..launch import PreparedCall
 from ..loader import allow_unverified, device_facts
 from ..manifest import KernelRecord
 from ..ops import Operator, kernel_set
 from ..problem import Problem
-from ..selection import PLAN_NAMES, PYTORCH, Plan, Rejection, Selection, select
+from ..selection import PLAN_NAMES, Plan, Rejection, Selection, headline, select
+from ..work import round_up
 from .cases import BenchmarkError
 
 Arguments = Mapping[str, Any]
@@ -35,9 +37,18 @@ def selection(operator: Operator, problem: Problem, device: int, force: Optional
     return select(problem, facts, kernels.records.values(), kernels.verified, allow_unverified=allowed, force=force, costs=costs)
 
 
+def default_plan(operator: Operator, problem: Problem, device: int) -> Plan:
+    """The plan that a call takes. Raises BenchmarkError where there is none."""
+    chosen = selection(operator, problem, device)
+    if chosen.plan is None:
+        reasons = "; ".join(f"{r.name}: {r.reason}" for r in chosen.rejected)
+        raise BenchmarkError(f"expected a plan for {headline(problem)}, found none: {reasons}")
+    return chosen.plan
+
+
 def candidates(operator: Operator, problem: Problem, device: int) -> tuple[list[Plan], list[Rejection]]:
-    """Every plan of our own kernels that serves a problem, in the order of `PLAN_NAMES`, and why the others do not."""
-    found = [selection(operator, problem, device, force=name) for name in PLAN_NAMES if name != PYTORCH]
+    """Every plan that serves a problem, in the order of `PLAN_NAMES`, and why the others do not."""
+    found = [selection(operator, problem, device, force=name) for name in PLAN_NAMES]
     return [s.plan for s in found if s.plan is not None], [r for s in found for r in s.rejected]
 
 
@@ -82,6 +93,16 @@ def idle_launches(records: Sequence[KernelRecord]) -> list[bool]:
     """Which launches of a plan the range guard leaves without work while values fit fp16: the TF32 fallback, if it has one."""
     guarded = any("f16" in r.variant for r in records)
     return [guarded and "tf32" in r.variant for r in records]
+
+
+def flops(problem: Problem) -> int:
+    """Of the convolution alone, a multiply-add counted as two."""
+    return 2 * problem.x_shape[0] * math.prod(problem.conv_size) * math.prod(problem.weight_shape)
+
+
+def minimum_bytes(problem: Problem) -> int:
+    """Bytes that any implementation moves: x read once, y written once (the filters are left out)."""
+    return (math.prod(problem.x_shape) + math.prod(problem.output_shape)) * (4 if problem.dtype == "f32" else 2)
 
 
 def stage_bytes(record: KernelRecord, problem: Problem) -> int:

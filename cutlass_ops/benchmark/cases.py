@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ SEED = 42  # KernelBench's
 
 #: torch.compile's modes, as rows name them; the last copies its inputs into a CUDA graph's memory at each call.
 COMPILE_DEFAULT, MAX_AUTOTUNE, CUDA_GRAPHS = "default", "max-autotune-no-cudagraphs", "max-autotune"
+
+
+#: Batch sizes of problem 46, and timed calls where a curve or a table needs no more.
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+FEW_TRIALS = 20
 
 
 class BenchmarkError(CutlassOpsError):
@@ -96,13 +101,22 @@ MAIN = CASES["conv2d_sub_tanh_sub_avgpool"]
 
 @dataclass(frozen=True)
 class Group:
-    """One input and the competitors on it: eager, torch.compile in some modes, and every plan that serves it."""
+    """One input and the competitors on it: eager, torch.compile in some modes, and plans of ours."""
 
     case: Case
     batch: int
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
     modes: tuple[str, ...] = (COMPILE_DEFAULT,)
+    #: "ieee": TF32 forbidden in convolutions, for all competitors. Of no meaning but for float32.
+    precision: str = "tf32"
+    #: Timed calls of each, at most; None: as many as the run has.
+    most_trials: Optional[int] = None
+    #: Whether every plan that serves the input is timed, or the one alone that a call takes.
+    every_plan: bool = True
+    #: Whether the launches of each plan are timed one by one, and whether a CUDA graph of a call is.
+    launches: bool = False
+    graph: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -110,54 +124,44 @@ class Group:
         return self.batch, self.case.channels, self.case.size, self.case.size
 
     @property
-    def output_elements(self) -> int:
-        """Of y."""
-        side: int = (self.case.size - 2) // self.case.pool
-        return self.batch * self.case.out_channels * side * side
-
-    @property
-    def minimum_bytes(self) -> int:
-        """Bytes that any implementation moves: x read once, y written once (the filters are left out)."""
-        n, c, h, w = self.shape
-        return (n * c * h * w + self.output_elements) * self.dtype.itemsize
-
-    @property
-    def flops(self) -> int:
-        """Of the convolution alone, a multiply-add counted as two."""
-        side = self.case.size - 2
-        return 2 * self.batch * side * side * self.case.out_channels * self.case.channels * 9
-
-    @property
     def facts(self) -> dict[str, Any]:
         """What every row of the group says of its input."""
+        dtype = str(self.dtype).removeprefix("torch.")
         return {
             "case": self.case.operator,
             "problem": self.case.problem,
             "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype,
             "layout": "channels_last" if self.channels_last else "contiguous",
+            "precision": self.precision if self.dtype is torch.float32 else dtype,
         }
 
     def __str__(self) -> str:
         f = self.facts
-        return f"{f['case']}, x {tuple(f['shape'])} {f['dtype']} {f['layout']}"
+        return f"{f['case']}, x {tuple(f['shape'])} {f['dtype']} {f['layout']}{' ieee' if f['precision'] == 'ieee' else ''}"
 
 
 def groups(operators: Sequence[str], *, quick: bool) -> list[Group]:
-    """The groups of a run, the most important first. `quick`: KernelBench's input in fp32 NCHW alone, no max-autotune."""
+    """The groups of a run, the most important first. `quick`: KernelBench's input in fp32 NCHW alone, no max-autotune.
+
+    Full trials go to what README.md and the plots quote; the time of a run goes into compiling for each group.
+    """
     if quick:
-        return [Group(CASES[name], CASES[name].batch) for name in operators]
+        return [Group(CASES[name], CASES[name].batch, launches=True) for name in operators]
     found: list[Group] = []
     for name in operators:
         case = CASES[name]
         is_main = case is MAIN
-        found.append(Group(case, case.batch, modes=(COMPILE_DEFAULT, MAX_AUTOTUNE, *([CUDA_GRAPHS] if is_main else []))))
+        modes = (COMPILE_DEFAULT, MAX_AUTOTUNE, *([CUDA_GRAPHS] if is_main else []))
+        found.append(Group(case, case.batch, modes=modes, launches=True, graph=is_main))
+        few = None if is_main else FEW_TRIALS
+        found.append(Group(case, case.batch, torch.float16, most_trials=few))
+        found.append(Group(case, case.batch, torch.float16, channels_last=True, most_trials=few))
         if is_main:
+            found.append(Group(case, case.batch, torch.bfloat16, channels_last=True))
             found.append(Group(case, case.batch, channels_last=True))
-        found.append(Group(case, case.batch, torch.float16))
-        found.append(Group(case, case.batch, torch.float16, channels_last=True))
-        found.append(Group(case, case.batch, torch.bfloat16, channels_last=True))
-        found += [Group(case, batch) for batch in (1, 8, 32)] if is_main else []
+            found.append(Group(case, case.batch, precision="ieee", most_trials=FEW_TRIALS))
+            found += [Group(case, n, most_trials=FEW_TRIALS, every_plan=False, graph=n == 1) for n in BATCHES if n != case.batch]
     return found
 
 

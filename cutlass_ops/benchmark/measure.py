@@ -29,7 +29,7 @@ class Competitor:
     call: Call
     plan: Optional[str] = None
     scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    #: Keeps its result and temporaries in memory of its own, which the allocator's counters do not show.
+    #: Keeps its result and temporaries in a CUDA graph's own pool, which the allocator's counters do not show.
     owns_memory: bool = False
 
 
@@ -53,12 +53,14 @@ def _flush_buffer() -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
-def one_trial(competitor: Competitor) -> float:
-    """Milliseconds of one call, L2 flushed before."""
+def one_trial(competitor: Competitor, idle_ms: float = 0.0) -> float:
+    """Milliseconds of one call, the GPU left without work for `idle_ms` and L2 flushed before."""
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
     with competitor.scope():
         torch.cuda.synchronize()
+        if idle_ms:
+            time.sleep(idle_ms / 1e3)
         _flush_buffer().fill_(42)
         start.record()
         competitor.call()
@@ -67,12 +69,16 @@ def one_trial(competitor: Competitor) -> float:
     return float(start.elapsed_time(end))
 
 
-def interleaved(competitors: Sequence[Competitor], trials: int) -> list[list[float]]:
-    """Milliseconds of every trial of every competitor: trial i of all comes before trial i + 1 of any."""
+def interleaved(competitors: Sequence[Competitor], trials: int, idle_ms: float = 0.0) -> list[list[float]]:
+    """Milliseconds of every trial of every competitor: trial i of all comes before trial i + 1 of any.
+
+    Before each trial, of warm-up too, the GPU has no work for `idle_ms`: without, a trial runs at the clock that the power of the
+    one before it left.
+    """
     times: list[list[float]] = [[] for _ in competitors]
     for trial in range(-WARM_UP, trials):
         for i in turn(trial, len(competitors)):
-            ms = one_trial(competitors[i])
+            ms = one_trial(competitors[i], idle_ms)
             if trial >= 0:
                 times[i].append(ms)
     return times
@@ -85,39 +91,57 @@ def poison(size: int) -> None:
     torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")  # 0xFF.. is NaN in every float format
 
 
+def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """A call as a CUDA graph, so that its time is the GPU's alone."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def graph_pool_bytes() -> int:
+    """Bytes that the CUDA graphs of this process keep in pools of their own, whole segments."""
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0))
+
+
 def peak_extra_bytes(competitor: Competitor) -> Optional[int]:
-    """Peak memory of a call beyond what was allocated before (inputs) and its result; None where counters do not show it."""
-    if competitor.owns_memory:
-        return None
+    """Peak memory of a call beyond what was allocated before (inputs) and its result.
+
+    Of a CUDA graph, which allocates nothing in a call: its pool less the result; None where it has no pool.
+    """
     with competitor.scope():
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         y: Tensor = competitor.call()
         torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated() - before - y.numel() * y.element_size())
+        peak = graph_pool_bytes() if competitor.owns_memory else torch.cuda.max_memory_allocated() - before
+        return int(peak - y.numel() * y.element_size()) if peak or not competitor.owns_memory else None
 
 
-def limits() -> dict[str, float]:
-    """What the GPU reaches here: copy bandwidth (bytes read + written) and matmul rates, medians of 20."""
+def limits(idle_ms: float = 0.0) -> dict[str, float]:
+    """What the GPU reaches here: copy bandwidth (bytes read + written) and matmul rates, medians of 20, by the competitors' protocol."""
     with _tf32_matmul():
-        tf32 = _matmul_tflops(torch.float32)
-    return {"copy_gbps": _copy_gbps(), "fp16_tflops": _matmul_tflops(torch.float16), "tf32_tflops": tf32}
+        tf32 = _matmul_tflops(torch.float32, idle_ms)
+    return {"copy_gbps": _copy_gbps(idle_ms), "fp16_tflops": _matmul_tflops(torch.float16, idle_ms), "tf32_tflops": tf32}
 
 
-def _copy_gbps() -> float:
+def _copy_gbps(idle_ms: float) -> float:
     source = torch.rand(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() * source.element_size() / _median_ms(lambda: target.copy_(source)) / 1e6
+    return 2 * source.numel() * source.element_size() / _median_ms(lambda: target.copy_(source), idle_ms) / 1e6
 
 
-def _matmul_tflops(dtype: torch.dtype, n: int = 8192) -> float:
+def _matmul_tflops(dtype: torch.dtype, idle_ms: float, n: int = 8192) -> float:
     a, b = torch.randn(2, n, n, device="cuda").to(dtype).unbind()
-    return float(2 * n**3 / _median_ms(lambda: torch.mm(a, b)) / 1e9)
+    return float(2 * n**3 / _median_ms(lambda: torch.mm(a, b), idle_ms) / 1e9)
 
 
-def _median_ms(call: Call, trials: int = 20) -> float:
-    (times,) = interleaved([Competitor("", call)], trials)
+def _median_ms(call: Call, idle_ms: float, trials: int = 20) -> float:
+    (times,) = interleaved([Competitor("", call)], trials, idle_ms)
     return statistics.median(times)
 
 

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 Row = dict[str, Any]
+
+
+def input_name(row: Mapping[str, Any]) -> str:
+    """The input of a row in words."""
+    layout = "NCHW" if row["layout"] == "contiguous" else "channels_last"
+    precision = ", TF32 forbidden" if row["precision"] == "ieee" else ""
+    weight = f", weight {tuple(row['weight'])}," if "weight" in row else ""
+    arguments = "".join(f", {name} {value}" for name, value in row.get("arguments", {}).items())
+    return f"{row['case']}, x ({', '.join(map(str, row['shape']))}){weight} {row['dtype']} {layout}{arguments}{precision}"
+
+
+def competitor_name(row: Row) -> str:
+    """What was timed, in words."""
+    if not row["plan"]:
+        return str(row["what"])
+    return f"{row['what']} {row['plan']}{' (default)' if row.get('default_plan') else ''}"
+
+
+def grouped(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows of one input together, in the order of their first."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(input_name(row), []).append(row)
+    return list(found.values())
+
+
+def pick(rows: Iterable[Row], **facts: Any) -> list[Row]:
+    """The rows that have these values."""
+    return [row for row in rows if all(row[name] == value for name, value in facts.items())]
 
 
 def limit_ms(flops: float, moved: float, limits: Mapping[str, float]) -> float:
@@ -20,7 +49,10 @@ def baseline(rows: Sequence[Row]) -> Optional[Row]:
 
 
 def complete(rows: Sequence[Row], flops: int, moved: int, limits: Mapping[str, float]) -> list[Row]:
-    """A group's rows with rates, ratios (how many times as fast as the other) and the fraction of the limit."""
+    """A group's rows with rates, ratios (how many times as fast as the other) and the fraction of the limit.
+
+    Products of fp32 operands (precision ieee) have no measured limit.
+    """
     compiled = baseline(rows)
     eager = next((r for r in rows if r["what"] == "eager"), None)
 
@@ -35,7 +67,7 @@ def complete(rows: Sequence[Row], flops: int, moved: int, limits: Mapping[str, f
             "ratio_compile": ratio(compiled, row),
             "ratio_compile_to": compiled and compiled["what"],
             "ratio_eager": ratio(eager, row),
-            "fraction_of_limit": limit_ms(flops, moved, limits) / row["ms_mean"],
+            "fraction_of_limit": None if row["precision"] == "ieee" else limit_ms(flops, moved, limits) / row["ms_mean"],
         }
         for row in rows
     ]

@@ -1,252 +1,139 @@
-"""The run: check, then time, group by group; every figure goes into one record."""
+"""The run of scripts/bench.py: part by part; every figure goes into one record, which is saved as it grows."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from torch import Tensor, nn
 
-from .. import FusedConv2d, Operator, conv2d_min_add_mul, conv2d_relu_hardswish, conv2d_sub_tanh_sub_avgpool, use_plan
-from ..loader import device_facts
+from .. import FusedConv2d, Operator, conv2d_min_add_mul, conv2d_relu_hardswish, conv2d_sub_tanh_sub_avgpool
 from ..problem import conv_allows_tf32
-from ..selection import Plan
-from . import adapter, measure, probes, report, rows
-from .accuracy import Error, allowed_error, error_of, float64_result, tf32_error, within
-from .cases import CUDA_GRAPHS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
+from ..verification import missing_gpu
+from . import adapter, cold_start, compare, launches, measure, tables
+from .cases import CUDA_GRAPHS, FEW_TRIALS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
+from .compare import Subject
 from .measure import Competitor
+from .report import SCHEMA, dumps
 
 OPERATORS: dict[str, Operator] = {op.spec.name: op for op in (conv2d_sub_tanh_sub_avgpool, conv2d_relu_hardswish, conv2d_min_add_mul)}
-OURS = "cutlass_ops"
-TOLERANCE = 1e-4  # KernelBench's for fp32, absolute and relative
 
 
-def require_gpu() -> None:
+def require_gpu(otherwise: str = "--render makes the documents from figures measured before, without a GPU") -> None:
     """Raise BenchmarkError unless the kernels can run here and PyTorch's convolutions use TF32, as by default."""
-    remedy = "run it on an H100, H200, H800, H20 or GH200; --render makes the documents from figures measured before, without a GPU"
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"expected a Hopper GPU (compute capability 9.0), PyTorch finds no CUDA device; {remedy}")
-    facts = device_facts(torch.cuda.current_device())
-    if facts.capability != (9, 0):
-        raise BenchmarkError(f"expected compute capability 9.0, got {'.'.join(map(str, facts.capability))} ({facts.name}); {remedy}")
+    missing = missing_gpu()
+    if missing:
+        raise BenchmarkError(f"{missing}; run it on an H100, H200, H800, H20 or GH200; {otherwise}")
     if not conv_allows_tf32():
         raise BenchmarkError("expected PyTorch's default, TF32 allowed in convolutions, it is off; unset what switches it off")
+
+
+def subject_of(group: Group, device: str) -> Subject:
+    """A group's model and input on a device."""
+    model, x = make_model(group, device), make_input(group, device)
+    return Subject(OPERATORS[group.case.operator], model, x, operator_arguments(group.case, model), group.facts)
 
 
 class Run:
     """One run. `result` is what performance.json holds; with `path` it is kept in a file beside it as it grows."""
 
-    def __init__(self, environment: dict[str, Any], trials: int, path: Optional[Path]) -> None:
-        self.trials, self._path, self._start = trials, path, time.monotonic()
-        self.result: dict[str, Any] = {"schema": report.SCHEMA, "environment": environment, "limits": {}}
-        self.result |= {"rows": [], "stages": [], "host": [], "first_call": {}, "not_run": [], "refused": []}
-
-    # ---- whole run ---------------------------------------------------------------------------------------------------
+    def __init__(self, environment: dict[str, Any], trials: int, idle_ms: float, path: Optional[Path]) -> None:
+        self.trials, self.idle_ms, self._path, self._start = trials, idle_ms, path, time.monotonic()
+        self.result: dict[str, Any] = {"schema": SCHEMA, "environment": environment, "limits": {}}
+        self.result |= {"rows": [], "stages": [], "graphs": [], "host": [], "cold_start": []}
+        self.result |= {"not_run": [], "refused": [], "failed": []}
 
     @torch.no_grad()
-    def measure(self, groups: Sequence[Group], processes: int) -> dict[str, Any]:
-        """Measure everything; returns the record."""
+    def measure(self, groups: Sequence[Group], *, quick: bool) -> dict[str, Any]:
+        """Measure everything; returns the record. A part that fails is noted in it, and the others are measured."""
         for group in groups:
             self._require_plan(group)
-        self.result["limits"] = measure.limits()
-        self._say(report.limits_line(self.result["limits"]))
-        for group in groups:
-            self._measure_group(group)
-            self._keep()
-        self._say("host time per call")
-        self.result["host"] = host()
-        self._keep()
-        self._say("first call")
-        self.result["first_call"] = probes.first_call(processes)
-        self._keep()
-        for table in report.other_tables(self.result):
-            report.show(table)
+        self.result["limits"] = measure.limits(self.idle_ms)
+        self._say(tables.limits_line(self.result["limits"]))
+        # What torch.compile's cold starts found out about problem 46 spares this process its slowest search.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, cold_start.caches(Path(name) / CUDA_GRAPHS):
+            self._part("cold start, in fresh processes", functools.partial(self._measure_cold_start, Path(name), quick))
+            for group in groups:
+                self._part(str(group), functools.partial(self._measure_group, group))
+            self._part("host time per call", self._measure_host)
+        for table in tables.other_tables(self.result):
+            print(tables.plain(table), flush=True)
         self._say("done")
         return self.result
 
+    def _part(self, name: str, measure_it: Callable[[], None]) -> None:
+        self._say(name)
+        try:
+            measure_it()
+        except Exception as failure:
+            traceback.print_exc()
+            self._note("failed", f"{name}: {type(failure).__name__}: {(str(failure).splitlines() or ['no message'])[0][:300]}")
+        self._keep()
+
     def _say(self, text: str) -> None:
         print(f"\n[{time.monotonic() - self._start:5.1f} s] {text}", flush=True)
-
-    def _keep(self) -> None:
-        """Save what there is: a run that is killed leaves its figures in performance.json.partial."""
-        if self._path is not None:
-            self._path.with_name(f"{self._path.name}.partial").write_text(report.dumps(self.result), encoding="utf-8")
-
-    def _require_plan(self, group: Group) -> None:
-        """Raise BenchmarkError, before anything slow, where no plan of ours serves a group."""
-        operator = OPERATORS[group.case.operator]
-        with torch.device("meta"):
-            model, x = make_model(group, "meta"), make_input(group, "meta")
-        problem = adapter.problem_of(operator, x, _weight(model), operator_arguments(group.case, model))
-        chosen = adapter.selection(operator, problem, torch.cuda.current_device())
-        if chosen.plan is None:
-            reasons = "; ".join(f"{r.name}: {r.reason}" for r in chosen.rejected)
-            raise BenchmarkError(f"expected a plan for {group}, found none: {reasons}")
-
-    # ---- one group ---------------------------------------------------------------------------------------------------
-
-    def _measure_group(self, group: Group) -> None:
-        """Check every competitor of a group, time those that passed, interleaved, and list the stages of the default input."""
-        self._say(str(group))
-        torch.compiler.reset()
-        gc.collect()  # the group before
-        model, x = make_model(group, "cuda"), make_input(group, "cuda")
-        operator = OPERATORS[group.case.operator]
-        arguments = operator_arguments(group.case, model)
-        problem = adapter.problem_of(operator, x, _weight(model), arguments)
-        plans, rejected = adapter.candidates(operator, problem, x.device.index)
-        print("\n".join(f"  no {r.name}: {r.reason}" for r in rejected), flush=True)
-        default = adapter.selection(operator, problem, x.device.index).plan
-        competitors = [Competitor("eager", functools.partial(model, x))]
-        competitors += [compiled(model, x, mode) for mode in group.modes]
-        competitors += [ours(operator, x, _weight(model), arguments, plan.name) for plan in plans]
-
-        checked = self._checked(group, model, x, competitors)
-        times = measure.interleaved([c for c, _ in checked], self.trials)
-        found = []
-        for (competitor, accuracy), ms in zip(checked, times):
-            extra = measure.peak_extra_bytes(competitor)
-            found.append(
-                group.facts
-                | {"what": competitor.what, "plan": competitor.plan}
-                | ({"default_plan": default is not None and competitor.plan == default.name} if competitor.plan else {})
-                | measure.summary(ms)
-                | accuracy
-                | {"peak_extra_mb": None if extra is None else extra / 1e6}
-            )
-        found = rows.complete(found, group.flops, group.minimum_bytes, self.result["limits"])
-        self.result["rows"] += found
-        report.show(report.group_table(found))
-        if group.batch == group.case.batch and group.dtype is torch.float32 and not group.channels_last:
-            timed = {competitor.plan for competitor, _ in checked}
-            for plan in plans:
-                if plan.name in timed:
-                    self._measure_stages(group, operator, plan, x, _weight(model), arguments)
-
-    def _checked(
-        self, group: Group, model: nn.Module, x: Tensor, competitors: Sequence[Competitor]
-    ) -> list[tuple[Competitor, dict[str, Any]]]:
-        """The competitors whose results may be timed, each with its accuracy."""
-        expected = float64_result(model, x)
-        is_fp32 = group.dtype is torch.float32
-        by_eager = model(x)
-        eager = error_of(by_eager, expected)
-        tf32 = tf32_error(model, x, expected) if is_fp32 else None
-        allowed = allowed_error(eager, tf32)
-        passed = []
-        for competitor in competitors:
-            try:
-                y = result_of(competitor, group)
-            except Exception as failure:
-                if not competitor.what.startswith("torch.compile"):
-                    raise
-                reason = (str(failure).strip().splitlines() or ["no message"])[0]
-                self._note("not_run", f"{competitor.what} on {group}: {type(failure).__name__}: {reason[:200]}")
-                continue
-            error = error_of(y, expected)
-            problem = why_refused(competitor, error, allowed)
-            if problem is not None:
-                self._note("refused" if competitor.plan else "not_run", f"{competitor.what} {competitor.plan or ''} on {group}: {problem}")
-                continue
-            close = bool(torch.allclose(y, by_eager, rtol=TOLERANCE, atol=TOLERANCE)) if is_fp32 else None
-            passed.append((competitor, accuracy_row(error, eager, tf32, close)))
-            del y
-        return passed
 
     def _note(self, kind: str, text: str) -> None:
         self.result[kind].append(text)
         self._say(f"{kind.replace('_', ' ')}: {text}")
 
-    def _measure_stages(
-        self, group: Group, operator: Operator, plan: Plan, x: Tensor, weight: Tensor, arguments: adapter.Arguments
-    ) -> None:
-        try:
-            stages, y = adapter.stages(operator, plan, x, weight, arguments)
-        except (AttributeError, TypeError, BenchmarkError) as error:  # other launches than the adapter knows
-            self._note("not_run", f"stages of {plan.name} on {group}: {error}")
-            return
-        with use_plan(plan.name):
-            if not torch.equal(y, operator(x, weight, **arguments)):
-                raise BenchmarkError(f"expected the stages of {plan.name} to give the operator's result, got another")
-        problem = adapter.problem_of(operator, x, weight, arguments)
-        times = measure.interleaved([Competitor(s.record.name, s.launch) for s in stages], self.trials)
-        for stage, ms in zip(stages, times):
-            figures: dict[str, Any] = {"tflops": None, "gbps": None, "fraction_of_limit": None}
-            if not stage.idle:
-                family, operand = stage.record.family, stage.record.variant[0]
-                mean = measure.summary(ms)["ms_mean"]
-                moved = adapter.stage_bytes(stage.record, problem)
-                figures = rows.stage_figures(family, operand, mean, group.flops, moved, self.result["limits"])
-            names = {"plan": plan.name, "stage": stage.record.name, "idle": stage.idle}
-            self.result["stages"].append(group.facts | names | measure.summary(ms) | figures)
+    def _keep(self) -> None:
+        """Save what there is: a run that is killed leaves its figures in performance.json.partial."""
+        if self._path is not None:
+            self._path.with_name(f"{self._path.name}.partial").write_text(dumps(self.result), encoding="utf-8")
 
+    def _require_plan(self, group: Group) -> None:
+        """Raise BenchmarkError, before anything slow, where no plan serves a group."""
+        with torch.device("meta"):
+            subject = subject_of(group, "meta")
+        with subject.settings():
+            adapter.default_plan(subject.operator, subject.problem, torch.cuda.current_device())
 
-# ---- competitors ---------------------------------------------------------------------------------------------------------
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
+    def _measure_cold_start(self, folder: Path, quick: bool) -> None:
+        for start in cold_start.STARTS[:2] if quick else cold_start.STARTS:
+            self.result["cold_start"].append(cold_start.measure(start, folder, once=quick))
+            self._keep()
 
-def _weight(model: nn.Module) -> Tensor:
-    conv: Any = model.conv
-    weight: Tensor = conv.weight
-    return weight
+    def _measure_host(self) -> None:
+        self.result["host"] = host()
 
+    def _measure_group(self, group: Group) -> None:
+        """Check every competitor of a group, time those that passed, interleaved, and list the launches of its plans."""
+        torch.compiler.reset()
+        gc.collect()  # the group before
+        subject = subject_of(group, "cuda")
+        with subject.settings():
+            self._measure_subject(group, subject)
 
-@contextlib.contextmanager
-def _graph_step() -> Iterator[None]:
-    """A CUDA graph may write over the result of the step before."""
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-    yield
-
-
-def compiled(model: nn.Module, x: Tensor, mode: str) -> Competitor:
-    """The model under torch.compile; it compiles at the first call."""
-    module = torch.compile(model, mode=mode)
-    graphs = mode == CUDA_GRAPHS
-    scope = _graph_step if graphs else contextlib.nullcontext
-    return Competitor(f"torch.compile {mode}", functools.partial(module, x), scope=scope, owns_memory=graphs)
-
-
-def ours(operator: Operator, x: Tensor, weight: Tensor, arguments: adapter.Arguments, plan: str) -> Competitor:
-    """The operator by one of its plans."""
-    call = functools.partial(operator, x, weight, **arguments)
-    return Competitor(OURS, call, plan, scope=functools.partial(use_plan, plan))
-
-
-def result_of(competitor: Competitor, group: Group) -> Tensor:
-    """A competitor's result, computed in memory that held NaN before, after the calls that compile or capture it."""
-    for _ in range(3):
-        with competitor.scope():
-            competitor.call()
-    measure.poison(6 * group.minimum_bytes)  # more than result and workspace of any plan
-    with competitor.scope():
-        y: Tensor = competitor.call()
-        return y.clone() if competitor.owns_memory else y
-
-
-def why_refused(competitor: Competitor, error: Error, allowed: Error) -> Optional[str]:
-    """Why a result must not be timed, or None: ours errs more than PyTorch's, or any holds NaN."""
-    got = f"error against float64 max {error.max:.3e}, mean {error.mean:.3e}"
-    if competitor.plan is None:
-        return None if within(error, Error(float("inf"), float("inf"))) else f"expected a finite result, got {got}"
-    return None if within(error, allowed) else f"expected at most max {allowed.max:.3e}, mean {allowed.mean:.3e}, got {got}"
-
-
-def accuracy_row(error: Error, eager: Error, tf32: Optional[Error], close: Optional[bool]) -> dict[str, Any]:
-    """A row's fields on accuracy."""
-    return {
-        "error_max": error.max,
-        "error_mean": error.mean,
-        "eager_error_max": eager.max,
-        "eager_error_mean": eager.mean,
-        "tf32_error_max": None if tf32 is None else tf32.max,
-        "tf32_error_mean": None if tf32 is None else tf32.mean,
-        "allclose_eager": close,
-    }
+    def _measure_subject(self, group: Group, subject: Subject) -> None:
+        device = subject.x.device.index
+        default = adapter.default_plan(subject.operator, subject.problem, device)
+        plans, rejected = adapter.candidates(subject.operator, subject.problem, device) if group.every_plan else ([default], [])
+        print("\n".join(f"  no {r.name}: {r.reason}" for r in rejected), flush=True)
+        trials = min(self.trials, group.most_trials or self.trials)
+        who = compare.competitors(subject, group.modes, plans)
+        found = compare.compare(subject, who, default.name, self.result["limits"], trials, self.idle_ms)
+        self.result["rows"] += found.rows
+        for kind in ("not_run", "refused"):
+            for text in getattr(found, kind):
+                self._note(kind, text)
+        if found.rows:
+            print(tables.plain(tables.group_table(found.rows)), flush=True)
+        few = min(trials, FEW_TRIALS)
+        passed = {row["plan"] for row in found.rows}
+        timed = [plan for plan in plans if plan.kernels and plan.name in passed]
+        for plan in timed if group.launches else []:
+            self.result["stages"] += launches.stage_rows(subject, plan, self.result["limits"], few, self.idle_ms)
+        if group.graph and default.name in passed:
+            self.result["graphs"].append(launches.graph_row(subject, default, few, self.idle_ms))
 
 
 def host() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,6 +57,11 @@ class Shape:
         """The call's problem; needs no GPU."""
         x, weight, arguments = self.tensors("meta")
         return adapter.problem_of(OPERATORS[self.operator], x, weight, arguments)
+
+
+def shape_of(row: Mapping[str, Any]) -> Shape:
+    """The shape of a row of plan_costs.json."""
+    return Shape(**{k: v for k, v in row.items() if k in Shape.__dataclass_fields__})
 
 
 #: Operator, n, c, side, k, size, stride, padding. Wide and narrow images, few and many, with and without pool; where the fused

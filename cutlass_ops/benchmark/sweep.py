@@ -8,7 +8,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -27,7 +27,7 @@ from .cases import BenchmarkError
 from .fit import Sample, fit
 from .measure import Competitor
 from .report import write_aside
-from .shapes import OPERATORS, Shape, sweep_shapes
+from .shapes import OPERATORS, Shape, shape_of, sweep_shapes
 
 #: Largest difference between two plans' results, relative to the largest result: a few roundings of operands or results.
 AGREEMENT = {"f32": 2e-3, "f16": 4e-3, "bf16": 3e-2}
@@ -41,16 +41,6 @@ Samples = dict[tuple[str, str], list[Sample]]
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
-
-
-def captured(call: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """A call as a CUDA graph, so that its time is the GPU's alone."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def require_agreement(shape: Shape, results: Iterable[tuple[str, Tensor]]) -> None:
@@ -85,7 +75,7 @@ def measure_shape(shape: Shape, trials: int) -> Row:
     del results
     for plan in plans:
         with use_plan(plan.name):
-            competitors.append(Competitor("cutlass_ops", captured(call).replay, plan.name))
+            competitors.append(Competitor("cutlass_ops", measure.captured(call).replay, plan.name))
     times = measure.interleaved(competitors, trials)
     return shape.to_json() | {"ms": {plan.name: float(f"{statistics.median(ms):.5g}") for plan, ms in zip(plans, times)}}
 
@@ -103,11 +93,6 @@ def measured(shapes: Sequence[Shape], trials: int) -> list[Row]:
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------------
-
-
-def shape_of(row: Row) -> Shape:
-    """The shape of a row."""
-    return Shape(**{k: v for k, v in row.items() if k in Shape.__dataclass_fields__})
 
 
 def work_of(row: Row, sm_count: int) -> dict[str, dict[str, float]]:

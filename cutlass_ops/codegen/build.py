@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Optional
 from ..errors import BuildError, InstallationError
 from ..manifest import Family, KernelRecord, Manifest
 from ..spec import Spec
+from ..version import __version__
 from . import cubin, cutlass_api, source
 from .frontend import TraceableChain, normalize
 from .toolchain import ARCHITECTURE, FLAGS, Toolchain
@@ -73,16 +74,23 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps([str(p) for p in parts]).encode()).hexdigest()
 
 
+def _texts(paths: Iterable[Path]) -> list[str]:
+    return [path.read_text() for path in paths]
+
+
+def _emitter() -> list[str]:
+    return _texts(_HERE / name for name in ("cutlass_api.py", "source.py", "frontend.py"))
+
+
 def _emission_key(*parts: object) -> str:
     """Key of what a source is emitted from: its own spec, CUTLASS, and this emitter."""
-    emitter = [(_HERE / name).read_text() for name in ("cutlass_api.py", "source.py", "frontend.py")]
-    return _digest(cutlass_api.cutlass_version(), *emitter, *parts)
+    return _digest(cutlass_api.cutlass_version(), *_emitter(), *parts)
 
 
 def _build_key(source_text: str, toolchain: Toolchain) -> str:
     """Key of what a cubin and its record come from: source, headers, compiler, flags, and how the cubin is read back."""
-    headers = [f.read_text() for f in sorted(_INCLUDE.rglob("*.hpp"))]
-    readers = [(_HERE / name).read_text() for name in ("cubin.py", "source.py")]
+    headers = _texts(sorted(_INCLUDE.rglob("*.hpp")))
+    readers = _texts(_HERE / name for name in ("cubin.py", "source.py"))
     return _digest(source_text, *headers, *readers, RECORD_VERSION, toolchain.version, FLAGS, cutlass_api.cutlass_version())
 
 
@@ -150,6 +158,8 @@ def build(
     records += compiled
     left_out |= refused
     provenance = {
+        "cutlass_ops": __version__,
+        "emitter": _digest(*_emitter(), *_texts(sorted(_INCLUDE.rglob("*.hpp"))), *_texts(sorted((_HERE / "kernels").glob("*.cu")))),
         "cutlass": cutlass_api.cutlass_version(),
         "nvcc": toolchain.version,
         "architecture": ARCHITECTURE,

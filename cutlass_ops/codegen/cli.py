@@ -1,22 +1,23 @@
-"""Command line of the build (scripts/build_kernels.py)."""
+"""What `cutlass-ops build` and scripts/build_kernels.py do: specs from a file, then a build or a check of one."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
 
-from ..errors import BuildError, ChainError
+from ..errors import BuildError
+from ..project import locate
 from ..spec import Spec
 from ..specs import OPERATORS
 
 
 def load_specs(path: Path) -> list[Spec]:
-    """The specs that a user's Python file defines. Raises BuildError where there is none."""
+    """The specs that a user's project folder or Python file defines. Raises BuildError where there is none."""
+    path = locate(path).specs
     if not path.is_file():
         raise BuildError(f"expected a Python file with specs at {path}, found none")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -33,60 +34,45 @@ def load_specs(path: Path) -> list[Spec]:
     return specs
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Build the kernels ahead of time; needs no GPU.")
-    parser.add_argument("--spec", type=Path, help="a Python file with your own specs (default: the shipped operators)")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: generated/; with --spec: NAME_kernels/)")
-    parser.add_argument("--nvcc", help="another nvcc 13.0 than the one from PyPI")
-    parser.add_argument("--jobs", type=int, default=0, help="compilations at a time (default: one a core)")
-    parser.add_argument("--check", action="store_true", help="change nothing; rebuild elsewhere and fail where anything differs")
-    return parser
+def kernels_folder(spec: Path) -> Path:
+    """Where the kernels of a project folder or Python file go unless another folder is named."""
+    return locate(spec).kernels
 
 
-def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Build or check; returns the exit code."""
-    options = _parser().parse_args(arguments)
+def shipped_folder() -> Path:
+    """The checkout's generated/. Raises BuildError outside a checkout, whose kernels nobody should build by mistake."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file() or not (root / "generated").is_dir():
+        raise BuildError(
+            "expected your own specs, or a checkout of cutlass_ops to build the shipped operators in, got neither; name a file"
+        )
+    return root / "generated"
+
+
+def build_kernels(
+    spec: Optional[Path], out: Optional[Path], *, nvcc: Optional[str], jobs: int, check: bool, progress: Callable[[str, int, int], None]
+) -> bool:
+    """Build the kernels of `spec` (None: the shipped operators), or compare with a fresh build; prints what was done.
+
+    Returns False where a check found a difference. Raises BuildError, ChainError.
+    """
     try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
         from . import build, toolchain
     except ModuleNotFoundError as error:
-        print(f"error: expected the package {error.name}, found none; pip install 'cutlass_ops[build]'", file=sys.stderr)
-        return 1
+        raise BuildError(f"expected the package {error.name}, found none; pip install 'cutlass_ops[build]'") from error
     started = time.monotonic()
-    try:
-        specs = load_specs(options.spec) if options.spec else list(OPERATORS.values())
-        default = Path(f"{options.spec.stem}_kernels") if options.spec else Path("generated")
-        out = options.out or default
-        found = toolchain.find(options.nvcc)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, transient=True) as bar:
-            task = bar.add_task("nvcc", total=None)
-
-            def progress(name: str, done: int, total: int) -> None:
-                bar.update(task, description=name, completed=done, total=total)
-
-            if options.check:
-                problems = build.check(specs, out, found, jobs=options.jobs, progress=progress, strict=options.spec is None)
-            else:
-                report = build.build(specs, out, found, jobs=options.jobs, progress=progress, strict=options.spec is None)
-    except (BuildError, ChainError) as error:
-        print(f"error: {error.args[0]}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; run again to continue", file=sys.stderr)
-        return 130
-    seconds = time.monotonic() - started
-    if options.check:
+    specs = load_specs(spec) if spec else list(OPERATORS.values())
+    out = out or (kernels_folder(spec) if spec else shipped_folder())
+    found = toolchain.find(nvcc)
+    if check:
+        problems = build.check(specs, out, found, jobs=jobs, progress=progress, strict=spec is None)
         for problem in problems:
             print(f"drift: {problem}", file=sys.stderr)
-        print(f"{out}: {'no drift' if not problems else f'{len(problems)} differences; run scripts/build_kernels.py'} ({seconds:.1f} s)")
-        return 1 if problems else 0
+        result = f"{len(problems)} differences; build again without --check" if problems else "no drift"
+        print(f"{out}: {result} ({time.monotonic() - started:.1f} s)")
+        return not problems
+    report = build.build(specs, out, found, jobs=jobs, progress=progress, strict=spec is None)
     for reason in report.left_out.values():
         print(f"left out, a two-kernel plan serves its problems: {reason}")
-    print(f"{out}: {len(report.built)} cubins built, {len(report.reused)} up to date ({seconds:.1f} s)")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"{out}: {len(report.built)} cubins built, {len(report.reused)} up to date ({time.monotonic() - started:.1f} s)")
+    return True

@@ -14,7 +14,7 @@ from cutlass_ops.manifest import Manifest
 
 @pytest.fixture(scope="session")
 def toolchain():
-    for package in ("cutlass_library", "elftools", "rich"):
+    for package in ("cutlass_library", "elftools", "click", "rich"):
         if importlib.util.find_spec(package) is None:
             pytest.fail(f"expected the package {package} for tests/codegen, found none; pip install 'cutlass_ops[build]'", pytrace=False)
     from cutlass_ops.codegen import toolchain
@@ -47,9 +47,12 @@ class Built:
 FUSED = "tiny_fused_f16_nhwc_c16_3x3"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def only_f16():
-    """Operators have one implicit GEMM instead of three and one fused kernel instead of 16: a compilation takes 20 s of one core."""
+    """Operators have one implicit GEMM instead of three and one fused kernel instead of 16: a compilation takes 20 s of one core.
+
+    No longer than this folder's tests: what others plan is whole.
+    """
     from cutlass_ops.codegen import cutlass_api, source
 
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +61,7 @@ def only_f16():
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def built(toolchain, only_f16, tmp_path_factory):
     from cutlass_ops.codegen import build, cli
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from cutlass_ops import AvgPool2d
+from cutlass_ops.__main__ import main
 from cutlass_ops.codegen import build, cli, source
 from cutlass_ops.codegen.toolchain import Toolchain
 from cutlass_ops.errors import BuildError
@@ -119,10 +120,11 @@ def test_a_build_gives_sealed_sources_cubins_and_a_manifest(built):
 
 KILLABLE = """
 import sys
-from cutlass_ops.codegen import cli, cutlass_api, source
+from cutlass_ops.__main__ import main
+from cutlass_ops.codegen import cutlass_api, source
 cutlass_api.OPERANDS = {"f16": cutlass_api.OPERANDS["f16"]}
 source.FUSED_VARIANTS = tuple(v for v in source.FUSED_VARIANTS if v.name == "fused_f16_nhwc_c16_3x3")
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(main(["build", *sys.argv[1:]]))
 """
 
 
@@ -300,7 +302,7 @@ def test_a_fused_kernel_that_spills_is_left_out_and_named_until_it_changes(ready
     assert FUSED not in again.reused
     assert build.check(cli.load_specs(changed), ready, fake.toolchain, strict=False) == []
     monkeypatch.setattr("cutlass_ops.codegen.toolchain.find", lambda nvcc: fake.toolchain)
-    assert cli.main(["--spec", str(changed), "--out", str(ready)]) == 0
+    assert main(["build", "--spec", str(changed), "--out", str(ready)]) == 0
     assert f"left out, a two-kernel plan serves its problems: {report.left_out[FUSED]}" in capsys.readouterr().out
     fake.spills.write_text("")
     assert run(fake, built.spec, ready, strict=False).left_out == {}
@@ -330,7 +332,7 @@ def test_the_shipped_operators_are_built_strictly_and_a_users_are_not(fake, buil
     monkeypatch.setattr(build, "check", lambda *_, strict, **__: asked.append(strict) or [])
     for own in ([], ["--spec", str(built.spec)]):
         for mode in ([], ["--check"]):
-            assert cli.main([*own, *mode, "--out", str(tmp_path)]) == 0
+            assert main(["build", *own, *mode, "--out", str(tmp_path)]) == 0
     assert asked == [True, True, False, False]
 
 
@@ -374,14 +376,14 @@ def test_check_names_a_stray_cubin(ready, fake, built):
 
 def test_the_command_line_prints_drift_and_ends_with_code_1(ready, fake, built, capsys, monkeypatch):
     monkeypatch.setattr("cutlass_ops.codegen.toolchain.find", lambda nvcc: fake.toolchain)
-    arguments = ["--spec", str(built.spec), "--out", str(ready), "--check"]
-    assert cli.main(arguments) == 0
+    arguments = ["build", "--spec", str(built.spec), "--out", str(ready), "--check"]
+    assert main(arguments) == 0
     assert f"{ready}: no drift (" in capsys.readouterr().out
     flip(ready / "tiny_f16.cu")
-    assert cli.main(arguments) == 1
+    assert main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.err == f"drift: {ready}/tiny_f16.cu differs from a fresh build\n"
-    assert f"{ready}: 1 differences; run scripts/build_kernels.py (" in captured.out
+    assert f"{ready}: 1 differences; build again without --check (" in captured.out
 
 
 def test_the_tracked_sources_are_sealed_and_belong_to_the_tracked_manifest(repository):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_ops.codegen import build, cli
+from cutlass_ops.__main__ import main
+from cutlass_ops.codegen import build
 from cutlass_ops.codegen.toolchain import find
 from cutlass_ops.errors import BuildError
 
@@ -118,7 +119,7 @@ def test_a_cubin_that_cannot_be_disassembled_is_named(toolchain, tmp_path):
 
 def run(capsys, *arguments):
     """Exit code and the lines on stderr of the command line."""
-    code = cli.main([str(a) for a in arguments])
+    code = main(["build", *map(str, arguments)])
     captured = capsys.readouterr()
     return code, captured.err.splitlines()
 
@@ -189,11 +190,12 @@ def test_a_failing_compilation_is_named_with_command_errors_and_log(toolchain, c
     assert [p for p in (tmp_path / "out").rglob("*") if not p.is_dir()] == []
 
 
-def test_a_command_line_without_rich_says_what_to_install(capsys, spec, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    code, lines = run(capsys, "--spec", spec)
+def test_a_command_line_without_rich_says_what_to_install(capsys, spec, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    code, lines = run(capsys, "--spec", spec, "--out", tmp_path / "out")
     assert code == 1
-    assert lines == ["error: expected the package rich.progress, found none; pip install 'cutlass_ops[build]'"]
+    assert lines == ["error: expected the package rich, found none; pip install 'cutlass_ops[cli]'"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from cutlass_ops import DeviceFacts, accuracy, driver, use_plan
 from cutlass_ops.accuracy import uniform
 from cutlass_ops.loader import ALLOW_UNVERIFIED, shipped_kernels
 from cutlass_ops.ops import kernel_set
-from cutlass_ops.verification import TEST_KERNELS
 
 DEVICE = "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,8 +42,8 @@ def name_of(value):
 
 
 def kernels():
-    """The kernels under test: those of the folder that the GPU check names, or the shipped ones."""
-    return kernel_set(Path(os.environ.get(TEST_KERNELS) or shipped_kernels()))
+    """The kernels under test."""
+    return kernel_set(shipped_kernels())
 
 
 def generator(*key):

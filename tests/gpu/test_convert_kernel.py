@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cutlass_ops.accuracy import round_to_tf32
-from cutlass_ops.launch import ConvertParams, flat_strides, round_up
+from cutlass_ops.layout import flat_strides
+from cutlass_ops.two_kernel import ConvertParams
+from cutlass_ops.work import round_up
 
 from .helpers import DEVICE, LAYOUTS, Target, assert_same_bits, expandable, generator, launch, lay_out
 

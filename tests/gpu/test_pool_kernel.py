@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from cutlass_ops.launch import PoolParams, round_up
 from cutlass_ops.problem import PoolArguments, pool_size
 from cutlass_ops.reference import apply_pool
+from cutlass_ops.two_kernel import PoolParams
+from cutlass_ops.work import round_up
 
 from .helpers import DEVICE, DTYPES, Target, assert_same_bits, generator, integers, launch, name_of
 

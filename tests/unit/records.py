@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 
 from cutlass_ops.fused import PackParams
-from cutlass_ops.launch import ConvertParams, PoolParams
 from cutlass_ops.manifest import KernelRecord, Manifest
 from cutlass_ops.problem import PoolArguments, Problem
+from cutlass_ops.two_kernel import ConvertParams, PoolParams
 
 FIELDS = {"activation": 0, "filter": 128, "output": 256, "guard": 384, "guard_value": 392}
 FIELDS |= {name: 396 + 4 * i for i, name in enumerate(("m", "k", "c", "r", "s", "p", "q"))}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cutlass_ops import FusedConv2d
-from cutlass_ops.benchmark import accuracy, measure, report, rows
+from cutlass_ops.benchmark import accuracy, adapter, measure, rows
 from cutlass_ops.benchmark.cases import (
     CASES,
     CUDA_GRAPHS,
     MAIN,
     MAX_AUTOTUNE,
-    BenchmarkError,
     Group,
     groups,
     make_input,
@@ -24,91 +24,49 @@ from cutlass_ops.benchmark.cases import (
     operator_arguments,
 )
 from cutlass_ops.benchmark.cli import command_line, main, output_folder, parse
-from cutlass_ops.benchmark.run import OPERATORS, accuracy_row, why_refused
+from cutlass_ops.benchmark.compare import why_refused
+from cutlass_ops.benchmark.run import OPERATORS, subject_of
 
-LIMITS = {"copy_gbps": 4000.0, "fp16_tflops": 800.0, "tf32_tflops": 400.0}
-FLOPS, BYTES = 400_000_000_000, 1_000_000_000
-
-
-def row(what, ms, plan=None, **extra):
-    return {
-        **Group(MAIN, 128).facts,
-        "what": what,
-        "plan": plan,
-        "ms_mean": ms,
-        "ms_median": ms,
-        "ms_min": ms,
-        "ms_std": 0.0,
-        **accuracy_row(accuracy.Error(3e-4, 4e-5), accuracy.Error(3e-4, 4e-5), None, True),
-        "peak_extra_mb": 1500.0,
-        **extra,
-    }
-
-
-@pytest.fixture
-def result():
-    found = rows.complete(
-        [
-            row("eager", 5.0),
-            row("torch.compile default", 2.0),
-            row("torch.compile max-autotune", 2.2, peak_extra_mb=None),
-            row("cutlass_ops", 1.0, "two-kernel-f16-guarded", default_plan=True),
-            row("cutlass_ops", 1.6, "two-kernel-tf32", default_plan=False),
-        ],
-        FLOPS,
-        BYTES,
-        LIMITS,
-    )
-    small = {"shape": [1, 64, 128, 128], "plan": "two-kernel-tf32", "default_plan": True}
-    stage = {**Group(MAIN, 128).facts, "plan": "two-kernel-tf32", **measure.summary([0.5]), "idle": False}
-    stages = [
-        stage | {"stage": "convert_f32_tf32"} | rows.stage_figures("convert", "f32", 0.5, FLOPS, BYTES, LIMITS),
-        stage | {"stage": "pool_avg_f32", "idle": True, "tflops": None, "gbps": None, "fraction_of_limit": None},
-    ]
-    environment = {"gpu": "NVIDIA H200", "driver": None, "torch": "2.11.0", "cuda": "13.0", "python": "3.12.3", "date": "2026-01-02"}
-    environment |= {"commit": "0123456789abcdef", "dirty": True, "command": "python scripts/bench.py", "trials": 100}
-    return {
-        "schema": report.SCHEMA,
-        "environment": environment,
-        "limits": LIMITS,
-        "rows": [*found, found[3] | small],
-        "stages": stages,
-        "host": [{"what": "eager module", "us_mean": 50.04, "us_median": 49.0, "us_min": 48.0, "calls": 1000}],
-        "first_call": {"import_ms": 10.0, "first_call_ms": 60.0, "second_call_ms": 1.5, "processes": 3},
-        "not_run": [],
-        "refused": [],
-    }
-
+from .benchmark_record import BYTES, FLOPS, LIMITS, row
 
 # ---- cases ---------------------------------------------------------------------------------------------------------------
 
 
+def problem_of(group):
+    with torch.device("meta"):
+        return subject_of(group, "meta").problem
+
+
 def test_problem_46_moves_and_computes_what_the_facts_say():
     group = Group(MAIN, 128)
+    problem = problem_of(group)
     assert group.shape == (128, 64, 128, 128)
-    assert round(group.flops / 1e9, 1) == 299.6
-    assert round(group.minimum_bytes / 1e6) == 797
-    assert Group(MAIN, 128, torch.float16).minimum_bytes * 2 == group.minimum_bytes
+    assert round(adapter.flops(problem) / 1e9, 1) == 299.6
+    assert round(adapter.minimum_bytes(problem) / 1e6) == 797
+    assert adapter.minimum_bytes(problem_of(Group(MAIN, 128, torch.float16))) * 2 == adapter.minimum_bytes(problem)
     assert str(group) == "conv2d_sub_tanh_sub_avgpool, x (128, 64, 128, 128) float32 contiguous"
+    assert str(Group(MAIN, 1, precision="ieee")).endswith(" float32 contiguous ieee")
 
 
-def test_a_full_run_starts_with_the_main_input_and_covers_batches_dtypes_and_layouts():
+def test_a_full_run_starts_with_the_main_input_and_covers_batches_dtypes_layouts_and_precisions():
     found = groups(list(CASES), quick=False)
-    assert found[0] == Group(MAIN, 128, modes=("default", MAX_AUTOTUNE, CUDA_GRAPHS))
-    assert {g.batch for g in found if g.case is MAIN} == {1, 8, 32, 128}
-    kinds = {(g.dtype, g.channels_last) for g in found if g.case is MAIN}
-    half = {(torch.float16, False), (torch.float16, True), (torch.bfloat16, True)}
-    assert kinds == {(torch.float32, False), (torch.float32, True)} | half
+    assert found[0] == Group(MAIN, 128, modes=("default", MAX_AUTOTUNE, CUDA_GRAPHS), launches=True, graph=True)
+    assert {g.batch for g in found if g.case is MAIN} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
+    half = {(torch.float16, False), (torch.float16, True)}
     for case in CASES.values():
-        own = [g for g in found if g.case is case and g.batch == case.batch]
-        assert {(g.dtype, g.channels_last) for g in own} >= {(torch.float32, False)} | half
+        own = [g for g in found if g.case is case and g.batch == case.batch and g.precision == "tf32"]
+        kinds = {(g.dtype, g.channels_last) for g in own}
+        more = {(torch.bfloat16, True), (torch.float32, True)} if case is MAIN else set()
+        assert kinds == {(torch.float32, False)} | half | more
         assert [MAX_AUTOTUNE in g.modes for g in own] == [g.dtype is torch.float32 and not g.channels_last for g in own]
-    assert [g.case.problem for g in found if g.case is not MAIN] == [57] * 4 + [31] * 4
-    assert len(set(found)) == len(found)
+    assert [g.case.problem for g in found if g.case is not MAIN] == [57] * 3 + [31] * 3
+    assert [g.batch for g in found if g.graph] == [128, 1]
+    assert len([g for g in found if g.precision == "ieee"]) == 1
+    assert len({str(g) for g in found}) == len(found)
 
 
 def test_a_quick_run_never_autotunes():
-    assert groups([MAIN.operator], quick=True) == [Group(MAIN, 128, modes=("default",))]
+    assert groups([MAIN.operator], quick=True) == [Group(MAIN, 128, modes=("default",), launches=True)]
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -125,11 +83,12 @@ def test_models_compute_what_the_operators_do(name, channels_last):
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_output_elements_are_those_of_the_models():
+def test_sizes_are_those_of_the_models():
     for case in CASES.values():
+        group = Group(case, 3)
         with torch.device("meta"):
-            group = Group(case, 3)
-            assert make_model(group, "meta")(make_input(group, "meta")).numel() == group.output_elements
+            y = make_model(group, "meta")(make_input(group, "meta"))
+        assert problem_of(group).output_shape == y.shape
 
 
 def test_the_module_loads_the_models_state():
@@ -148,7 +107,7 @@ def test_summary():
 
 def test_trials_interleave_and_each_competitor_comes_first_in_turn(monkeypatch):
     seen = []
-    monkeypatch.setattr(measure, "one_trial", lambda competitor: seen.append(competitor.what) or float(len(seen)))
+    monkeypatch.setattr(measure, "one_trial", lambda competitor, idle_ms: seen.append(competitor.what) or float(len(seen)))
     competitors = [measure.Competitor(what, lambda: None) for what in "abc"]
     times = measure.interleaved(competitors, 4)
     assert [len(t) for t in times] == [4, 4, 4]
@@ -156,6 +115,59 @@ def test_trials_interleave_and_each_competitor_comes_first_in_turn(monkeypatch):
     assert len(rounds) == measure.WARM_UP + 4
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
     assert rounds[measure.WARM_UP :] == ["abc", "bca", "cab", "abc"]
+
+
+def test_every_trial_of_every_competitor_waits_as_long_before_it(monkeypatch):
+    """What happens in a trial, in order, without a GPU."""
+    events, log = iter(range(100)), []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = next(events)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("drain"))
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: log.append(seconds))
+    monkeypatch.setattr(measure, "_flush_buffer", lambda: SimpleNamespace(fill_=lambda value: log.append("flush")))
+    competitors = [measure.Competitor(what, functools.partial(log.append, what)) for what in "ab"]
+    assert measure.interleaved(competitors, 1, 4.0) == [[1.0], [1.0]]
+    trials = [log[i : i + 5] for i in range(0, len(log), 5)]
+    assert len(trials) == 2 * (measure.WARM_UP + 1)
+    assert {tuple(t) for t in trials} == {("drain", 0.004, "flush", what, "drain") for what in "ab"}
+    log.clear()
+    measure.one_trial(competitors[0])
+    assert log == ["drain", "flush", "a", "drain"]
+
+
+class Memory:
+    """torch.cuda's counters: a call allocates so many bytes beyond what lay there; a graph's pool has so many."""
+
+    def __init__(self, monkeypatch, peak, pools=()):
+        segments = [{"total_size": size, "segment_pool_id": pool} for pool, size in pools]
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1000)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1000 + peak)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+
+
+def test_memory_of_a_call_is_its_peak_without_inputs_and_result(monkeypatch):
+    Memory(monkeypatch, peak=700)
+    assert measure.peak_extra_bytes(measure.Competitor("a", lambda: torch.zeros(100))) == 300
+
+
+def test_memory_of_a_cuda_graph_is_its_pool_without_the_result(monkeypatch):
+    graph = measure.Competitor("a", lambda: torch.zeros(100), owns_memory=True)
+    Memory(monkeypatch, peak=0, pools=[((0, 0), 10_000), ((0, 3), 600), ((0, 3), 500)])
+    assert measure.peak_extra_bytes(graph) == 700
+    Memory(monkeypatch, peak=0, pools=[((0, 0), 10_000)])
+    assert measure.peak_extra_bytes(graph) is None
 
 
 def test_rates_ratios_and_the_fraction_of_the_limit():
@@ -181,6 +193,12 @@ def test_a_stage_is_held_to_the_limit_of_its_own_operands():
     assert rows.stage_figures("implicit_gemm", "f16", 1.0, FLOPS, BYTES, LIMITS)["fraction_of_limit"] == pytest.approx(0.5)
     assert rows.stage_figures("pool", "avg", 0.5, FLOPS, BYTES, LIMITS) == {"tflops": None, "gbps": 2000.0, "fraction_of_limit": 0.5}
     assert rows.stage_figures("pack", "f32", 0.5, FLOPS, 0, LIMITS)["gbps"] is None
+
+
+def test_products_of_fp32_operands_have_no_limit():
+    (only,) = rows.complete([row("eager", 5.0, precision="ieee")], FLOPS, BYTES, LIMITS)
+    assert only["fraction_of_limit"] is None
+    assert only["tflops"] == pytest.approx(80)
 
 
 def test_rounded_keeps_six_digits_and_all_else():
@@ -218,11 +236,22 @@ def test_errors_against_float64():
     assert not accuracy.within(accuracy.error_of(y, expected), accuracy.Error(2.0, 2.0))
 
 
+def allowed(eager, tf32=None, dtype=torch.float32, magnitude=0.0):
+    return accuracy.allowed_error(accuracy.Error(*eager), tf32 and accuracy.Error(*tf32), torch.full((2, 2), magnitude), dtype)
+
+
 def test_allowed_error_is_that_of_eager_unless_eager_did_not_use_tf32():
-    tf32 = accuracy.Error(3e-4, 4e-5)
-    assert accuracy.allowed_error(accuracy.Error(1e-3, 1e-4), None).max == pytest.approx(1.05e-3)
-    assert accuracy.allowed_error(accuracy.Error(2.9e-4, 3.9e-5), tf32).max == pytest.approx(1.05 * 2.9e-4)
-    assert accuracy.allowed_error(accuracy.Error(6e-7, 5e-8), tf32) == accuracy.Error(1.05 * 3e-4, 1.05 * 4e-5)
+    tf32 = 3e-4, 4e-5
+    assert allowed((1e-3, 1e-4)).max == pytest.approx(1.05e-3)
+    assert allowed((2.9e-4, 3.9e-5), tf32).max == pytest.approx(1.05 * 2.9e-4)
+    assert allowed((6e-7, 5e-8), tf32) == accuracy.Error(1.05 * 3e-4, 1.05 * 4e-5)
+
+
+def test_what_rounding_makes_unavoidable_is_allowed():
+    assert allowed((3e-7, 5e-8), magnitude=1.0) == accuracy.Error(1.05 * 3e-7 + 2**-22, 1.05 * 5e-8 + 2**-22)
+    assert allowed((1e-9, 1e-9), dtype=torch.float16, magnitude=1.0) == accuracy.Error(2**-11, 2**-11)
+    assert allowed((1e-9, 1e-9), dtype=torch.bfloat16, magnitude=1.0) == accuracy.Error(2**-8, 2**-8)
+    assert allowed((1e-3, 1e-3), dtype=torch.float16, magnitude=1.0) == accuracy.Error(1.05 * 1e-3, 1.05 * 1e-3)
 
 
 def test_a_wrong_result_is_refused_with_what_was_expected():
@@ -235,123 +264,6 @@ def test_a_wrong_result_is_refused_with_what_was_expected():
     assert "finite" in why_refused(peer, accuracy.Error(math.nan, math.nan), allowed)
 
 
-# ---- tables and documents ------------------------------------------------------------------------------------------------
-
-
-def test_tables_as_text_and_markdown():
-    table = report.Table("title", ("", "ms"), (("a", "1.0"), ("long|name", "10.0")))
-    assert report.plain(table) == "title\n             ms\na           1.0\nlong|name  10.0"
-    assert report.markdown(table) == "**title**\n\n|  | ms |\n| --- | ---: |\n| a | 1.0 |\n| long\\|name | 10.0 |"
-
-
-def test_every_figure_is_in_the_measured_part(result):
-    text = report.measured(result)
-    assert "NVIDIA H200, driver unknown, PyTorch 2.11.0 (CUDA 13.0), Python 3.12.3" in text
-    assert "commit 0123456789ab with changes, `python scripts/bench.py`, 100 trials." in text
-    assert "copy 4000 GB/s" in text
-    for group in report.grouped(result["rows"]):
-        assert report.input_name(group[0]) in text
-    ours = next(line for line in text.splitlines() if line.startswith("| cutlass_ops two-kernel-f16-guarded (default) |"))
-    assert "| 1.0000 |" in ours
-    assert "| 2.00 | 5.00 | 50.0% | 3.00e-04 | 4.00e-05 | 1500 | yes |" in ours
-    assert "| pool_avg_f32 (idle) |" in text
-    assert "| sum | 1.0000 |" in text
-    assert "| eager module | 50.0 | 49.0 | 48.0 |" in text
-    assert "| first call | 60.00 |" in text
-
-
-def test_what_was_not_timed_is_said(result):
-    text = report.measured(result | {"refused": ["p: too wrong"], "not_run": ["q: did not compile"]})
-    assert "Not timed: p: too wrong" in text
-    assert "Not timed: q: did not compile" in text
-
-
-def test_figures_show_the_problems_own_size_and_the_plan_that_a_call_takes(result):
-    text = report.figures(result)
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert lines == ["| `conv2d_sub_tanh_sub_avgpool` | 5.000 | 2.000 | **1.000** | 1.600 | 2.00 | 50% |"]
-    assert "| ms | PyTorch eager | torch.compile | cutlass_ops two-kernel-f16-guarded | cutlass_ops two-kernel-tf32 |" in text
-
-
-def test_a_partial_record_renders(result):
-    result |= {"stages": [], "host": [], "first_call": {}, "rows": rows.complete([row("eager", 5.0)], FLOPS, BYTES, LIMITS)}
-    assert "| eager | 5.0000 |" in report.measured(result)
-    assert "| `conv2d_sub_tanh_sub_avgpool` | 5.000 | - | - | - |" in report.figures(result)
-
-
-def test_replace_region_replaces_that_and_nothing_else():
-    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- y -->\nkept\n<!-- /y -->\n"
-    once = report.replace_region(text, "x", "new\n")
-    assert once == "a\n<!-- x -->\nnew\n<!-- /x -->\nb\n<!-- y -->\nkept\n<!-- /y -->\n"
-    assert report.replace_region(once, "x", "new") == once
-
-
-@pytest.mark.parametrize("text", ["", "<!-- x -->", "<!-- /x --> <!-- x -->", "<!-- x --><!-- /x --><!-- x --><!-- /x -->"])
-def test_replace_region_needs_exactly_one(text):
-    with pytest.raises(BenchmarkError, match="expected one region <!-- x -->"):
-        report.replace_region(text, "x", "new")
-
-
-def checkout(root: Path, result) -> Path:
-    (root / "docs").mkdir()
-    (root / "docs" / "performance.json").write_text(report.dumps(result))
-    (root / "docs" / "performance.md").write_text("by hand\n<!-- measured -->\n<!-- /measured -->\nkept\n")
-    (root / "README.md").write_text("# Name\n<!-- figures -->\n<!-- /figures -->\nend\n")
-    return root
-
-
-def test_render_fills_both_documents_without_a_gpu(tmp_path, result, capsys):
-    root = checkout(tmp_path, result)
-    assert main(root, ["--render"]) == 0
-    page, readme = (root / "docs" / "performance.md").read_text(), (root / "README.md").read_text()
-    assert page.startswith("by hand\n<!-- measured -->\nNVIDIA H200")
-    assert page.endswith("<!-- /measured -->\nkept\n")
-    assert "`conv2d_sub_tanh_sub_avgpool`" in readme
-    assert capsys.readouterr().out.splitlines() == [f"wrote {root / 'docs' / 'performance.md'}", f"wrote {root / 'README.md'}"]
-    assert main(root, ["--render"]) == 0
-    assert (page, readme) == ((root / "docs" / "performance.md").read_text(), (root / "README.md").read_text())
-    assert not list(root.rglob("*.partial"))
-
-
-def test_render_elsewhere_takes_the_frame_and_leaves_the_readme(tmp_path, result):
-    root = checkout(tmp_path, result)
-    out = tmp_path / "elsewhere"
-    out.mkdir()
-    (out / "performance.json").write_text(report.dumps(result))
-    before = (root / "README.md").read_text()
-    assert main(root, ["--render", "--out", str(out)]) == 0
-    assert "NVIDIA H200" in (out / "performance.md").read_text()
-    assert (root / "README.md").read_text() == before
-
-
-def test_render_changes_nothing_where_a_region_is_missing(tmp_path, result, capsys):
-    root = checkout(tmp_path, result)
-    (root / "README.md").write_text("# Name\n")
-    before = (root / "docs" / "performance.md").read_text()
-    assert main(root, ["--render"]) == 1
-    assert "README.md: expected one region <!-- figures -->" in capsys.readouterr().err
-    assert (root / "docs" / "performance.md").read_text() == before
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"schema": 0}'])
-def test_render_needs_figures_of_this_schema(tmp_path, text, capsys):
-    (tmp_path / "docs").mkdir()
-    if text is not None:
-        (tmp_path / "docs" / "performance.json").write_text(text)
-    assert main(tmp_path, ["--render"]) == 1
-    assert capsys.readouterr().err.startswith("error: expected ")
-
-
-def test_the_record_survives_json(result):
-    assert json.loads(report.dumps(result))["rows"][0]["what"] == "eager"
-
-
-def test_this_repositorys_documents_have_their_regions():
-    root = Path(__file__).resolve().parents[2]
-    report.replace_region((root / "docs" / "performance.md").read_text(), "measured", "x")
-    report.replace_region((root / "README.md").read_text(), "figures", "x")
-
-
 # ---- command line --------------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +271,7 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing(tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(tmp_path, []) == 1
     message = capsys.readouterr().err
-    assert message.startswith("error: expected a Hopper GPU (compute capability 9.0), PyTorch finds no CUDA device; run it on")
+    assert message.startswith("error: needs a Hopper GPU (compute capability 9.0); found none that PyTorch can use; run it on")
     assert message.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
@@ -372,11 +284,11 @@ def test_a_full_run_goes_to_docs_and_a_partial_one_only_where_it_is_told(tmp_pat
 
 
 def test_the_recorded_command_names_no_folder():
-    options = parse(["--quick", "--operator", MAIN.operator, "--trials", "7", "--out", "/some/where", "--commit", "abc"])
-    assert command_line(options) == f"python scripts/bench.py --quick --operator {MAIN.operator} --trials 7"
+    options = parse(["--quick", "--operator", MAIN.operator, "--trials", "7", "--idle-ms", "20", "--out", "/some/where", "--commit", "abc"])
+    assert command_line(options) == f"python scripts/bench.py --quick --operator {MAIN.operator} --trials 7 --idle-ms 20"
 
 
-@pytest.mark.parametrize("arguments", [["--operator", "no_such"], ["--trials", "0"], ["--what"]])
+@pytest.mark.parametrize("arguments", [["--operator", "no_such"], ["--trials", "0"], ["--idle-ms", "-1"], ["--idle-ms", "nan"], ["--what"]])
 def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse(arguments)

@@ -11,22 +11,12 @@ from cutlass_ops.benchmark.run import OPERATORS
 from cutlass_ops.problem import PoolArguments
 from cutlass_ops.selection import PLAN_NAMES, PYTORCH
 
-from .fake_driver import H200
-from .records import all_records
+from .benchmark_record import select_as_on_h200
 
 
 @pytest.fixture(autouse=True)
 def _on_h200(monkeypatch):
-    """Selection as on an H200 with every kernel built and verified."""
-
-    class Kernels:
-        records = {  # noqa: RUF012
-            r.name: r for case in CASES.values() for r in all_records(case.operator, "none" if case.pool == 1 else "avg")
-        }
-        verified = frozenset(r.sha256 for r in records.values())
-
-    monkeypatch.setattr(adapter, "device_facts", lambda device: H200)
-    monkeypatch.setattr(adapter, "kernel_set", lambda folder: Kernels)
+    select_as_on_h200(monkeypatch)
 
 
 def problem_of(group):
@@ -86,7 +76,7 @@ def test_a_launch_has_its_bytes(dtype, size):
     assert moved("pool_avg_f32") == between + y_bytes
     pack, fused = adapter.selection(operator, problem, 0).plan.kernels
     assert moved(pack) == 0
-    assert moved(fused) == pixels * size + y_bytes == group.minimum_bytes
+    assert moved(fused) == pixels * size + y_bytes == adapter.minimum_bytes(problem)
 
 
 def test_a_fused_kernel_is_held_to_the_fp16_rate_whatever_its_tensors():

@@ -86,6 +86,8 @@ def test_compile_with_dynamic_shapes_compiles_once(op, fresh_dynamo):
 def test_compile_takes_sizes_that_depend_on_data(op, memory_format, dimensions, fresh_dynamo):
     from torch._dynamo.decorators import mark_unbacked
 
+    if len(dimensions) > 1 and torch.__version__ < (2, 7):
+        pytest.skip("PyTorch 2.6 does not compile even its own conv2d of a height and width that depend on data")
     x, *rest = tensors(op, torch.float32)
     x = x.contiguous(memory_format=memory_format)
     for dimension in dimensions:

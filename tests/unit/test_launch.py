@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,12 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
-from torch.overrides import BaseTorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutlass_ops import AvgPool2d, Operator, Vector, operator, ops, use_plan
-from cutlass_ops.launch import ConvertParams, PoolParams, flat_strides
+from cutlass_ops import AvgPool2d, Operator, Vector, operator, use_plan
+from cutlass_ops.layout import flat_strides
+from cutlass_ops.two_kernel import ConvertParams, PoolParams
 
 from .fake_driver import STREAM, Cleared, FakeDriver, install
 from .records import FIELDS, all_records, write_folder
@@ -278,122 +275,6 @@ def test_a_failed_launch_names_the_error(gpu):
     gpu.driver.failures |= {"cuLaunchKernel": 719, "cuLaunchKernelEx": 719}
     with pytest.raises(RuntimeError, match=r"cuLaunchKernel\w* failed: CUDA_ERROR_LAUNCH_FAILED \(unspecified launch failure\)"):
         gpu.run(*inputs())
-
-
-# ---- calls as users write them -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def eager(gpu, monkeypatch):
-    """The operator as users call it, CPU tensors passing for a GPU's: it launches, or gives "dispatched" or "transformed"."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0), raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu.op, "_op", lambda *_: "dispatched")
-    monkeypatch.setattr(gpu.op, "_transformed", lambda *_: "transformed")
-    return SimpleNamespace(call=gpu.op, prepared=ops._thread.calls[gpu.name], work=gpu.driver.work, name=gpu.name)
-
-
-def misaligned(tensor):
-    return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
-
-
-FACTS = {
-    "x's shape": lambda x, w, v: ((x[:1], w, v), {}),
-    "x's strides": lambda x, w, v: ((x.contiguous(memory_format=torch.channels_last), w, v), {}),
-    "x's alignment": lambda x, w, v: ((misaligned(x), w, v), {}),
-    "the filter's shape": lambda x, w, v: ((x, w[:, :, :2].contiguous(), v), {}),
-    "the filter's strides": lambda x, w, v: ((x, w.transpose(2, 3).contiguous().transpose(2, 3), v), {}),
-    "the dtype": lambda x, w, v: ((x.half(), w.half(), v.half()), {}),
-    "a vector's shape": lambda x, w, v: ((x, w, v.view(-1, 1, 1)), {}),
-    "a vector's strides": lambda x, w, v: ((x, w, v.repeat(2)[::2]), {}),
-    "an absent vector": lambda x, w, v: ((x, w, v, v), {}),
-    "the stride": lambda x, w, v: ((x, w, v), {"stride": 2}),
-    "the padding": lambda x, w, v: ((x, w, v), {"padding": (0, 1)}),
-    "the pool": lambda x, w, v: ((x, w, v), {"pool": 1}),
-    "ceil_mode": lambda x, w, v: ((x, w, v), {"ceil_mode": True}),
-    "the precision": lambda x, w, v: ((x, w, v), {"precision": "ieee"}),
-}
-
-
-@pytest.mark.parametrize("fact", FACTS)
-def test_equal_calls_share_what_was_prepared_and_each_other_fact_prepares_anew(eager, fact):
-    given = inputs(r=3, s=3)
-    tensors, keywords = FACTS[fact](*given)
-    for _ in range(2):
-        eager.call(*given)
-        eager.call(*(t.clone() for t in given), scale=3.0, pool_padding=0)
-        eager.call(*given[:2], v=given[2], bias=None)
-    assert len(eager.prepared) == 1
-    for _ in range(2):
-        eager.call(*tensors, **keywords)
-    assert len(eager.prepared) == 2
-    problem = eager.call.problem(*tensors[:2], eager.call.arguments.bind(tensors[2:], keywords)[2])
-    last = list(eager.prepared.values())[-1]
-    assert last is None if fact == "the precision" else last.problem == problem
-    work = len(eager.work)
-    eager.call(*given)
-    assert [w.kernel for w in eager.work[work:]] == ["convert_f32_tf32", f"{eager.name}_tf32", "pool_avg_f32"]
-
-
-def test_the_plan_and_pytorchs_precision_are_asked_for_in_each_call(eager):
-    given = inputs()
-    for plan, last in (("two-kernel-tf32", 3), ("two-kernel-f16-guarded", 6)) * 2:
-        eager.work.clear()
-        with use_plan(plan):
-            eager.call(*given)
-        assert len(eager.work) == last
-    conv, before = torch.backends.cudnn.conv, torch.backends.cudnn.conv.fp32_precision
-    try:
-        for setting, launches in (("ieee", 0), ("tf32", 3)) * 2:
-            conv.fp32_precision = setting
-            eager.work.clear()
-            eager.call(*given)
-            assert len(eager.work) == launches
-    finally:
-        conv.fp32_precision = before
-
-
-def test_autocast_is_asked_for_in_each_call(eager):
-    given = inputs(c=8)
-    for on, dtype in ((False, torch.float32), (True, torch.float16)) * 2:
-        torch.set_autocast_enabled("cuda", on)
-        try:
-            assert eager.call(*given).dtype == dtype
-            assert eager.call(*given, precision="tf32").dtype == torch.float32
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-
-
-class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-STATES = {
-    "gradients": (contextlib.nullcontext, lambda t: t.clone().requires_grad_(), "dispatched"),
-    "a mode": (_Mode, None, "dispatched"),
-    "a function mode": (BaseTorchFunctionMode, None, "dispatched"),
-    "the profiler": (torch.profiler.profile, None, "dispatched"),
-    "a subclass": (contextlib.nullcontext, lambda t: t.as_subclass(type("Sub", (torch.Tensor,), {})), "dispatched"),
-    "a lazy negation": (contextlib.nullcontext, torch._neg_view, "dispatched"),
-    "forward derivatives": (forward_ad.dual_level, None, "transformed"),
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_pytorchs_state_is_looked_at_in_each_call(eager, state, which):
-    context, change, expected = STATES[state]
-    given = list(inputs())
-    changed = [change(t) if change and i == which else t for i, t in enumerate(given)]
-    for _ in range(2):
-        assert isinstance(eager.call(*given), torch.Tensor)
-        with context():
-            assert eager.call(*changed) == expected
-    if state == "gradients":
-        with torch.no_grad():
-            assert isinstance(eager.call(*changed), torch.Tensor)
 
 
 # ---- strides -----------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_an_unverified_kernel_is_refused(fake, folder, checks):
     path = folder / "gpu_checks.json"
     path.unlink() if checks is None else path.write_text(json.dumps({"cubins": checks}))
     with pytest.raises(
-        InstallationError, match=r"expected a record of a passed GPU check for gemm.cubin, found none; run scripts/check_gpu"
+        InstallationError, match=r"expected a record of a passed GPU check for gemm.cubin, found none; run cutlass-ops check"
     ):
         KernelSet(folder).get("op_f16", 0)
     assert fake.loaded == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
@@ -225,8 +226,16 @@ def test_a_required_vector_is_required():
         cutlass_ops.conv2d_min_add_mul(x, weight)
 
 
+def test_help_says_what_an_operator_computes_and_what_a_call_takes():
+    shown = cutlass_ops.conv2d.__doc__
+    assert shown.startswith("Convolution with bias, as torch.nn.functional.conv2d.")
+    assert "- x: tensor (N, C, H, W)" in shown
+    assert "spec:" not in shown  # an argument of the class
+    assert "pool_stride" in str(inspect.signature(cutlass_ops.conv2d_sub_tanh_sub_avgpool))
+
+
 def test_a_name_can_be_registered_only_once():
-    with pytest.raises(ValueError, match="expected a new operator name, got 'conv2d', which is registered already"):
+    with pytest.raises(ValueError, match=r"got 'conv2d' of cutlass_ops .*, which is registered already, by cutlass_ops .*; rename"):
         Operator(cutlass_ops.OPERATORS["conv2d"])
 
 

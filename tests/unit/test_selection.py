@@ -68,7 +68,7 @@ def test_unverified_kernels_are_rejected_with_the_remedy():
     assert selection.plan is None
     for plan, kernel in (("two-kernel-f16-guarded", "convert_f32_f16"), ("fused-f16", "pack_f32_f16")):
         reason = reasons(selection)[plan]
-        assert reason.startswith(f"expected a record of a passed GPU check for {kernel}, found none; run scripts/check_gpu.py")
+        assert reason.startswith(f"expected a record of a passed GPU check for {kernel}, found none; run cutlass-ops check")
         assert "CUTLASS_OPS_ALLOW_UNVERIFIED=1" in reason
 
 

@@ -150,7 +150,7 @@ def test_a_shape_is_checked_and_timed_by_every_plan_that_serves_it(monkeypatch, 
         return SimpleNamespace(replay=None)
 
     monkeypatch.setattr(Shape, "tensors", lambda self, device: tensors(self, "cpu"))
-    monkeypatch.setattr(sweep, "captured", capture)
+    monkeypatch.setattr(sweep.measure, "captured", capture)
     monkeypatch.setattr(sweep.adapter, "device_facts", lambda device: H200)
     monkeypatch.setattr(sweep.adapter, "allow_unverified", lambda: True)
     monkeypatch.setattr(sweep.measure, "interleaved", lambda competitors, trials: [[3.0, 1.0, 2.0] for _ in competitors])

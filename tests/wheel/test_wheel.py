@@ -1,4 +1,4 @@
-"""The wheel: what is in it, that it is the same each time, that unfit kernels are refused, and that it works alone."""
+"""The wheel: what is in it, that unfit kernels and trees are refused, and that it works alone."""
 
 from __future__ import annotations
 
@@ -7,83 +7,26 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
+import struct
 import sys
-import venv
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from .helpers import COMMIT_TIME, contents, cubin_hashes, git, info, run, write_records
+
 SIZE_LIMIT = 2_000_000  # bytes
-LEFT_OUT = ("__pycache__", "build", "dist")
 RESULT_LIMIT = 1e-5  # largest error of the CPU reference in fp32 against float64
-
-Records = dict[str, dict[str, bool]]
-
-
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
+EM_CUDA = 190  # ELF machine of a cubin
 
 
-def successful(*command: object) -> str:
-    result = run(*command)
-    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
-    return result.stdout
-
-
-def cubin_hashes(generated: Path) -> dict[str, str]:
-    kernels = json.loads((generated / "manifest.json").read_text())["kernels"]
-    return {k["cubin"]: k["sha256"] for k in kernels}
-
-
-def write_records(generated: Path, records: Records) -> None:
-    (generated / "gpu_checks.json").write_text(json.dumps({"cubins": records}))
-
-
-@pytest.fixture(scope="session")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with its built cubins, and GPU check records for them.
-
-    Where the real records do not cover the cubins (scripts/check_verified.py fails then), stand-ins take their place in
-    the copy, so that packaging is tested all the same.
-    """
-    copy = tmp_path_factory.mktemp("wheel") / "checkout"
-    shutil.copytree(ROOT, copy, ignore=lambda _, names: [n for n in names if n in LEFT_OUT or (n.startswith(".") and n != ".gitignore")])
-    generated = copy / "generated"
-    cubins = cubin_hashes(generated)
-    missing = [name for name in cubins if not (generated / "cubins" / name).exists()]
-    if missing:
-        pytest.fail(f"expected the built cubin generated/cubins/{missing[0]}, found none; run scripts/build_kernels.py first")
-    checks = generated / "gpu_checks.json"
-    known: Records = json.loads(checks.read_text())["cubins"] if checks.exists() else {}
-    if not all(known.get(sha256, {}).get("passed") is True for sha256 in cubins.values()):
-        write_records(generated, {sha256: {"passed": True} for sha256 in cubins.values()})
-    return copy
-
-
-@pytest.fixture(scope="session")
-def wheel(checkout: Path) -> Path:
-    """The wheel that scripts/build_wheel.py makes: checkout -> sdist -> wheel."""
-    out = checkout.parent / "dist"
-    lines = successful(sys.executable, checkout / "scripts" / "build_wheel.py", "--out", out).splitlines()
-    path = Path(lines[0])
-    data = path.read_bytes()
-    assert lines[1:] == [f"{len(data)} bytes", f"sha256 {hashlib.sha256(data).hexdigest()}"]
-    assert len(list(out.iterdir())) == 2, "expected an sdist and a wheel"
-    return path
-
-
-@pytest.fixture(scope="session")
-def installed(wheel: Path) -> Callable[[str], str]:
-    """Runs Python code in a clean environment that holds the wheel and what it asks for; returns what it prints."""
-    folder = wheel.parent.parent / "clean"
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    successful(python, "-m", "pip", "install", "-q", "-c", ROOT / "scripts" / "constraints.txt", wheel)
-    return lambda code: successful(python, "-I", "-c", code)
+def test_the_script_prints_what_it_built(dist: Path, sdist: Path, wheel: Path) -> None:
+    expected = "".join(
+        f"{path}\n  {path.stat().st_size} bytes, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in (sdist, wheel)
+    )
+    assert (dist.parent / "printed").read_text() == expected
+    assert sorted(dist.iterdir()) == sorted([sdist, wheel])
 
 
 def test_name_and_size(wheel: Path) -> None:
@@ -92,32 +35,43 @@ def test_name_and_size(wheel: Path) -> None:
 
 
 def test_contents(wheel: Path, checkout: Path) -> None:
-    """The package, manifest, records and exactly the manifest's cubins, byte for byte; nothing else."""
+    """The package, manifest, records and exactly the manifest's cubins, byte for byte (but for the provenance); nothing else."""
     package = [p for p in (checkout / "cutlass_ops").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     expected = {str(p.relative_to(checkout)): p.read_bytes() for p in package}
-    kernels = ["manifest.json", "gpu_checks.json", *(f"cubins/{name}" for name in cubin_hashes(checkout / "generated"))]
+    kernels = ["gpu_checks.json", *(f"cubins/{name}" for name in cubin_hashes(checkout / "generated"))]
     expected |= {f"cutlass_ops/generated/{name}": (checkout / "generated" / name).read_bytes() for name in kernels}
-    with zipfile.ZipFile(wheel) as archive:
-        found = {n: archive.read(n) for n in archive.namelist() if ".dist-info/" not in n}
-        info = {n.split(".dist-info/")[1]: archive.read(n) for n in archive.namelist() if ".dist-info/" in n}
+    found = {name: data for name, data in contents(wheel).items() if ".dist-info/" not in name}
+    manifest = json.loads(found.pop("cutlass_ops/generated/manifest.json"))
     assert found.keys() == expected.keys()
     assert found == expected
-    for name in ("LICENSE", "NOTICE"):
-        assert info[f"licenses/{name}"] == (checkout / name).read_bytes()
+    origin = {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False, "source_date_epoch": COMMIT_TIME}
+    tracked = json.loads((checkout / "generated" / "manifest.json").read_text())
+    assert manifest == tracked | {"provenance": tracked["provenance"] | origin}
+
+
+def test_licences_of_all_that_is_compiled_in(wheel: Path, checkout: Path) -> None:
+    paths = [checkout / "LICENSE", checkout / "NOTICE", *(checkout / "licenses").iterdir()]
+    texts = {f"licenses/{p.relative_to(checkout)}": p.read_bytes() for p in paths}
+    assert {name: data for name, data in info(wheel).items() if name.startswith("licenses/")} == texts
+    named = set(re.findall(r"licenses/[\w.-]+\.txt", (checkout / "NOTICE").read_text()))
+    assert named == {str(p.relative_to(checkout)) for p in (checkout / "licenses").iterdir()}
+
+
+def test_one_file_serves_hosts_of_every_architecture(wheel: Path) -> None:
+    """No code of a host: the ELF files are cubins."""
+    assert b"Root-Is-Purelib: true" in info(wheel)["WHEEL"]
+    machines = {name: struct.unpack_from("<H", data, 18)[0] for name, data in contents(wheel).items() if data[:4] == b"\x7fELF"}
+    assert machines
+    assert {name: machine for name, machine in machines.items() if machine != EM_CUDA} == {}
+    other_code = (b"MZ", b"!<arch>\n", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # PE, static library, Mach-O, its fat form
+    assert [name for name, data in contents(wheel).items() if data.startswith(other_code)] == []
 
 
 def test_dependencies(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
+    metadata = email.message_from_bytes(info(wheel)["METADATA"])
     always = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert {re.split(r"[^\w-]", r)[0] for r in always} == {"torch", "cuda-bindings"}
     assert metadata["Requires-Python"] == ">=3.10"
-
-
-def test_sdist_and_checkout_give_the_same_wheel(wheel: Path, checkout: Path, tmp_path: Path) -> None:
-    successful(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, checkout)
-    assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
 
 
 def remove_cubin(generated: Path) -> str:
@@ -144,14 +98,56 @@ def fail_one_check(generated: Path) -> str:
     return rf"expected a record in .*; {min(cubins)} have none"
 
 
-@pytest.mark.parametrize("spoil", [remove_cubin, change_cubin, remove_records, fail_one_check])
-def test_unfit_kernels_are_refused(checkout: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+def change_a_file(generated: Path) -> str:
+    (generated.parent / "README.md").write_text("changed")
+    return r"expected \S* as of commit [0-9a-f]{12}, it has changed or untracked files; commit or stash them"
+
+
+def add_a_file(generated: Path) -> str:
+    (generated.parent / "cutlass_ops" / "new.py").touch()
+    return r"expected \S* as of commit [0-9a-f]{12}, it has changed or untracked files; commit or stash them"
+
+
+def remove_git(generated: Path) -> str:
+    shutil.rmtree(generated.parent / ".git")
+    return r"expected \S* to be a git checkout or an unpacked sdist, whose commit is known, it is neither"
+
+
+UNFIT = [remove_cubin, change_cubin, remove_records, fail_one_check, change_a_file, add_a_file, remove_git]
+
+
+@pytest.mark.parametrize("spoil", UNFIT)
+def test_unfit_kernels_and_trees_are_refused(checkout: Path, tmp_path: Path, spoil: Callable[[Path], str]) -> None:
     copy = tmp_path / "checkout"
     shutil.copytree(checkout, copy)
     message = spoil(copy / "generated")
+    if spoil in (remove_records, fail_one_check):
+        git(copy, "commit", "-q", "-a", "-m", "spoilt")
     result = run(sys.executable, copy / "scripts" / "build_wheel.py", "--out", tmp_path / "dist")
     assert result.returncode == 1
     assert re.match(rf"error: {message}[^\n]*\n\Z", result.stderr), result.stderr
+    assert not (tmp_path / "dist").exists()
+
+
+def test_a_changed_tree_may_be_packed_where_that_is_asked_for_and_the_wheel_says_so(checkout: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkout"
+    shutil.copytree(checkout, copy)
+    message = change_a_file(copy / "generated")
+    result = run(sys.executable, copy / "scripts" / "build_wheel.py", "--allow-dirty", "--out", tmp_path / "dist")
+    assert result.returncode == 0, result.stderr
+    assert re.fullmatch(rf"not a release: {message}\n", result.stderr)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    provenance = json.loads(contents(wheel)["cutlass_ops/generated/manifest.json"])["provenance"]
+    assert (provenance["commit"], provenance["dirty"]) == (git(checkout, "rev-parse", "HEAD"), True)
+
+
+def test_unfit_kernels_are_refused_all_the_same_in_a_changed_tree(checkout: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "checkout"
+    shutil.copytree(checkout, copy)
+    message = fail_one_check(copy / "generated")
+    result = run(sys.executable, copy / "scripts" / "build_wheel.py", "--allow-dirty", "--out", tmp_path / "dist")
+    assert result.returncode == 1
+    assert re.search(rf"^error: {message}$", result.stderr, re.MULTILINE)
     assert not (tmp_path / "dist").exists()
 
 
@@ -175,6 +171,13 @@ def test_installed_kernels_are_those_of_the_manifest(installed: Callable[[str], 
     assert int(printed) == len(cubin_hashes(checkout / "generated"))
 
 
+def test_the_installed_package_tells_where_its_kernels_come_from(installed: Callable[[str], str], checkout: Path) -> None:
+    provenance = json.loads(installed("import json\nfrom cutlass_ops.loader import provenance\nprint(json.dumps(provenance()))"))
+    assert provenance["commit"] == git(checkout, "rev-parse", "HEAD")
+    assert provenance["dirty"] is False
+    assert {"cutlass_ops", "cutlass", "nvcc", "emitter", "flags", "architecture"} <= provenance.keys()
+
+
 def test_installed_operator_on_the_cpu(installed: Callable[[str], str]) -> None:
     printed = installed(
         "import torch, cutlass_ops\n"
@@ -192,9 +195,24 @@ def test_installed_operator_on_the_cpu(installed: Callable[[str], str]) -> None:
 def test_installed_builder_names_the_missing_package(installed: Callable[[str], str]) -> None:
     printed = installed(
         "import contextlib, io\n"
-        "from cutlass_ops.codegen.cli import main\n"
+        "from cutlass_ops.__main__ import main\n"
+        "from cutlass_ops.codegen.cli import build_kernels\n"
+        "from cutlass_ops.errors import BuildError\n"
         "with contextlib.redirect_stderr(io.StringIO()) as errors:\n"
-        "    assert main([]) == 1\n"
+        "    assert main(['build']) == 1\n"
         "print(errors.getvalue())\n"
+        "try:\n"
+        "    build_kernels(None, None, nvcc=None, jobs=1, check=False, progress=print)\n"
+        "except BuildError as error:\n"
+        "    print(error)\n"
     )
-    assert re.search(r"error: expected the package \w+, found none; pip install 'cutlass_ops\[build\]'", printed)
+    assert re.match(r"error: expected the package click, found none; pip install 'cutlass_ops\[cli\]'\n", printed)
+    assert re.search(r"^expected the package \w+, found none; pip install 'cutlass_ops\[build\]'$", printed, re.MULTILINE)
+
+
+def test_installed_doctor_finds_the_kernels_without_click(installed: Callable[[str], str]) -> None:
+    printed = installed("from cutlass_ops.__main__ import main\nprint(main(['doctor', '--json']))\n")
+    report = json.loads(printed.rpartition("}")[0] + "}")
+    found = {finding["subject"]: finding for finding in report["findings"]}
+    assert all(found[subject]["status"] == "ok" for subject in ("kernels", "cubins", "verified", "costs of plans"))
+    assert found["extra cli"]["remedy"] == "pip install 'cutlass_ops[cli]'"
