@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-WARM_UP = 5
+WARM_UP, BLOCK = 5, 10
 FLUSH_BYTES = 256 << 20
 HOST_CALLS, HOST_BLOCK = 1000, 100  # a block stays within the GPU's queue of launches, so that the host never waits
 
@@ -43,9 +43,9 @@ def summary(ms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def turn(trial: int, count: int) -> list[int]:
-    """Order of the competitors in a trial: round robin, another one first each time, so that none always follows the same."""
-    return [(trial + i) % count for i in range(count)]
+def turn(number: int, count: int) -> list[int]:
+    """Order of the competitors in a round: another one first each time, so that none always follows the same."""
+    return [(number + i) % count for i in range(count)]
 
 
 @functools.cache
@@ -70,17 +70,20 @@ def one_trial(competitor: Competitor, idle_ms: float = 0.0) -> float:
 
 
 def interleaved(competitors: Sequence[Competitor], trials: int, idle_ms: float = 0.0) -> list[list[float]]:
-    """Milliseconds of every trial of every competitor: trial i of all comes before trial i + 1 of any.
+    """Milliseconds of every trial of every competitor, in turns of BLOCK trials, after WARM_UP of each.
 
-    Before each trial, of warm-up too, the GPU has no work for `idle_ms`: without, a trial runs at the clock that the power of the
-    one before it left.
+    The first trial of a turn does not count: other competitors' code has taken the host's caches, and a call that takes 45 us on the
+    host took 60 to 260 after theirs, more than the flush of L2 hides. In KernelBench's protocol, too, a competitor's trials
+    follow each other. Before each trial, also those that do not count, the GPU has no work for `idle_ms`.
     """
     times: list[list[float]] = [[] for _ in competitors]
-    for trial in range(-WARM_UP, trials):
-        for i in turn(trial, len(competitors)):
-            ms = one_trial(competitors[i], idle_ms)
-            if trial >= 0:
-                times[i].append(ms)
+    for competitor in competitors:
+        for _ in range(WARM_UP):
+            one_trial(competitor, idle_ms)
+    for number, done in enumerate(range(0, trials, BLOCK)):
+        for i in turn(number, len(competitors)):
+            one_trial(competitors[i], idle_ms)
+            times[i] += [one_trial(competitors[i], idle_ms) for _ in range(min(BLOCK, trials - done))]
     return times
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,16 +106,20 @@ def test_summary():
     assert found["ms_std"] == pytest.approx(math.sqrt(14 / 3))
 
 
-def test_trials_interleave_and_each_competitor_comes_first_in_turn(monkeypatch):
+def test_competitors_take_turns_and_the_first_trial_of_a_turn_does_not_count(monkeypatch):
     seen = []
     monkeypatch.setattr(measure, "one_trial", lambda competitor, idle_ms: seen.append(competitor.what) or float(len(seen)))
     competitors = [measure.Competitor(what, lambda: None) for what in "abc"]
-    times = measure.interleaved(competitors, 4)
-    assert [len(t) for t in times] == [4, 4, 4]
-    rounds = ["".join(seen[i : i + 3]) for i in range(0, len(seen), 3)]
-    assert len(rounds) == measure.WARM_UP + 4
-    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
-    assert rounds[measure.WARM_UP :] == ["abc", "bca", "cab", "abc"]
+    trials = 2 * measure.BLOCK + 4
+    times = measure.interleaved(competitors, trials)
+    assert [len(t) for t in times] == [trials] * 3
+    turns = [(what, len(list(group))) for what, group in itertools.groupby(seen[3 * measure.WARM_UP :])]
+    whole, rest = measure.BLOCK + 1, 5
+    assert turns == [*((w, whole) for w in "abc"), ("b", whole), ("c", whole), ("a", whole), ("c", rest), ("a", rest), ("b", rest)]
+    counted = {number for t in times for number in t}
+    begins = [3 * measure.WARM_UP + 1 + sum(n for _, n in turns[:i]) for i in range(len(turns))]
+    assert counted.isdisjoint(begins)
+    assert len(counted) == 3 * trials
 
 
 def test_every_trial_of_every_competitor_waits_as_long_before_it(monkeypatch):
@@ -138,7 +143,7 @@ def test_every_trial_of_every_competitor_waits_as_long_before_it(monkeypatch):
     competitors = [measure.Competitor(what, functools.partial(log.append, what)) for what in "ab"]
     assert measure.interleaved(competitors, 1, 4.0) == [[1.0], [1.0]]
     trials = [log[i : i + 5] for i in range(0, len(log), 5)]
-    assert len(trials) == 2 * (measure.WARM_UP + 1)
+    assert len(trials) == 2 * (measure.WARM_UP + 2)
     assert {tuple(t) for t in trials} == {("drain", 0.004, "flush", what, "drain") for what in "ab"}
     log.clear()
     measure.one_trial(competitors[0])
