@@ -17,7 +17,7 @@ from .. import FusedConv2d, Operator, conv2d_min_add_mul, conv2d_relu_hardswish,
 from ..problem import conv_allows_tf32
 from ..verification import missing_gpu
 from . import adapter, cold_start, compare, launches, measure, tables
-from .cases import CUDA_GRAPHS, FEW_TRIALS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
+from .cases import FEW_TRIALS, MAIN, BenchmarkError, Group, make_input, make_model, operator_arguments
 from .compare import Subject
 from .measure import Competitor
 from .report import SCHEMA, dumps
@@ -56,12 +56,12 @@ class Run:
             self._require_plan(group)
         self.result["limits"] = measure.limits(self.idle_ms)
         self._say(tables.limits_line(self.result["limits"]))
-        # What torch.compile's cold starts found out about problem 46 spares this process its slowest search.
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, cold_start.caches(Path(name) / CUDA_GRAPHS):
-            self._part("cold start, in fresh processes", functools.partial(self._measure_cold_start, Path(name), quick))
+        # torch.compile starts without what earlier runs left, here as in the fresh processes.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, cold_start.caches(Path(name) / "this process"):
+            self._part("host time per call", self._measure_host)
             for group in groups:
                 self._part(str(group), functools.partial(self._measure_group, group))
-            self._part("host time per call", self._measure_host)
+            self._part("cold start, in fresh processes", functools.partial(self._measure_cold_start, Path(name), quick))
         for table in tables.other_tables(self.result):
             print(tables.plain(table), flush=True)
         self._say("done")

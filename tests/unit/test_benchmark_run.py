@@ -162,7 +162,8 @@ def test_what_is_measured_is_kept_as_it_grows(root, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         main(root, small(root))
     kept = json.loads((root / "docs" / "performance.json.partial").read_text())
-    assert len(kept["cold_start"]) == len(cold_start.STARTS)
+    assert kept["host"]
+    assert kept["rows"] == kept["cold_start"] == []
     assert not (root / "docs" / "performance.json").exists()
 
 
