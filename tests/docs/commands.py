@@ -65,7 +65,7 @@ PYTHON = ".venv/bin/python"
 COMMANDS: dict[str, Proof] = {
     # ---- the two commands, and parts of them
     "./scripts/test": Script(".ci/run", "scripts/test"),
-    "./scripts/test tests/unit -x": Script("scripts/test", '.venv/bin/python -m pytest "$@"'),
+    "./scripts/test tests/unit -x": Script("scripts/test", '.venv/bin/python -m pytest "${workers[@]}" "$@"'),
     "./scripts/demo": ByTest("tests/docs/test_commands.py::test_the_demos_operator_is_right_on_the_cpu"),
     "PYTHON=python3.12 ./scripts/demo": Script("scripts/_setup.sh", 'candidates=("$PYTHON")'),
     "pip install .demo/dist/cutlass_ops-0.1.0-py3-none-any.whl": Script(
