@@ -33,6 +33,8 @@ class FusedConv2d(nn.Module):
         dtype: Their dtype.
         **arguments: The operator's scalars, precision and pool arguments, the same in each call.
 
+    Forward pre-hooks of ``conv`` run (those of torch.nn.utils.prune and weight_norm, say); a forward hook there is a RuntimeError.
+
     Raises:
         TypeError: `operator` is none, or an argument is one that it does not take.
         ValueError: An argument has a value that the operator does not take.
@@ -73,6 +75,8 @@ class FusedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the operator to x (N, C, H, W)."""
         conv: nn.Module = _member(self, self._modules, "conv")
+        if conv._forward_pre_hooks or conv._forward_hooks:
+            x = _through_hooks(conv, x)
         vectors = {name: _member(self, self._parameters, name) for name in self._own}
         if self._has_bias:
             vectors["bias"] = _member(conv, conv._parameters, "bias")
@@ -81,6 +85,21 @@ class FusedConv2d(nn.Module):
     def extra_repr(self) -> str:
         """Operator and arguments, for print."""
         return ", ".join([self.operator.spec.name, *(f"{k}={v}" for k, v in self.arguments.items())])
+
+
+def _through_hooks(conv: nn.Module, x: Tensor) -> Tensor:
+    """Run the hooks that come before ``conv``, as a call of it would; torch.nn.utils' pruning and norms of weights are such hooks."""
+    if conv._forward_hooks:
+        raise RuntimeError("expected no forward hooks on conv, whose result is not computed by itself; register them on the FusedConv2d")
+    for number, hook in conv._forward_pre_hooks.items():
+        if number in conv._forward_pre_hooks_with_kwargs:
+            result = hook(conv, (x,), {})
+            result = None if result is None else result[0]
+        else:
+            result = hook(conv, (x,))
+        if result is not None:
+            (x,) = result if isinstance(result, tuple) else (result,)
+    return x
 
 
 def _member(module: nn.Module, members: dict[str, Any], name: str) -> Any:

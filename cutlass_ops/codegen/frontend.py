@@ -181,9 +181,18 @@ class _Normalizer:
                 return ast.BinOp(left, ast.Mult(), ast.Constant(1.0 / divisor))
         return ast.BinOp(left, op, right)
 
+    def function_called(self, node: ast.expr) -> object:
+        """What a call's function is when the chain runs: a name alone may stand for another function."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self.function_called(node.value), node.attr, None)
+        if not isinstance(node, ast.Name) or node.id in self.values:
+            return None
+        return next((scope[node.id] for scope in (self.globals.nonlocals, self.globals.globals) if node.id in scope), None)
+
     def call(self, node: ast.Call) -> ast.expr:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
-        if name not in chain_functions.FUNCTIONS:
+        called = self.function_called(node.func)
+        name = next((n for n in chain_functions.FUNCTIONS if getattr(chain_functions, n) is called), None)
+        if name is None:
             self.fail(node, f"a call of {ast.unparse(node.func)}")
         arguments: dict[str, ast.expr] = {}
         try:

@@ -81,9 +81,10 @@ def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
     found = []
     for (element, layout, channels, size, alignment), columns in FUSED.items():
         strip, outputs = (64, 128) if channels == 64 else (128, 64)
+        stores_apart = pool == "none" and layout == "nchw" and channels == 16  # warps that only store, twice the converters
         values = {
             "operator": operator,
-            "threads": 384,
+            "threads": 640 if stores_apart else 384,
             "shared_memory": 200_000,
             "params_size": 256,
             "hgmma": 72,

@@ -183,6 +183,45 @@ def test_pytorchs_own_reparametrizations_train(change):
     assert all(p.grad is not None for p in module.parameters())
 
 
+def conv_result(module, x):
+    return cutlass_ops.conv2d_min_add_mul(x, module.conv.weight, module.v, module.conv.bias, stride=2, padding=(1, 0), constant=0.25)
+
+
+@pytest.mark.parametrize("change", [lambda conv: prune.l1_unstructured(conv, "weight", 0.5), torch.nn.utils.weight_norm])
+def test_weights_that_a_hook_computes_follow_what_they_are_computed_from(change):
+    """torch.nn.utils' pruning and old weight_norm compute the weight anew before each call of the layer."""
+    module, x = example_module(), torch.randn(2, 3, 9, 9)
+    change(module.conv)
+    source = next(p for name, p in module.conv.named_parameters() if name in ("weight_orig", "weight_v"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        before = module(x)
+        module.conv(x)  # brings the weight up to date by itself
+        assert torch.equal(before, conv_result(module, x))
+        optimizer.zero_grad()
+        before.sum().backward()
+        assert source.grad is not None
+        optimizer.step()
+        assert not torch.equal(module(x), before)
+
+
+def test_a_pre_hook_of_conv_may_change_its_input():
+    module, x = example_module(), torch.randn(2, 3, 9, 9)
+    expected = module(2 * x)
+    plain = module.conv.register_forward_pre_hook(lambda conv, args: (2 * args[0],))
+    assert torch.equal(module(x), expected)
+    plain.remove()
+    module.conv.register_forward_pre_hook(lambda conv, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
+    assert torch.equal(module(x), expected)
+
+
+def test_a_forward_hook_of_conv_is_refused():
+    module = example_module()
+    module.conv.register_forward_hook(lambda conv, args, result: None)
+    with pytest.raises(RuntimeError, match=r"expected no forward hooks on conv.*register them on the FusedConv2d"):
+        module(torch.randn(2, 3, 9, 9))
+
+
 def test_a_module_is_called_with_other_parameters():
     module, x = example_module(), torch.randn(2, 3, 9, 9)
     parameters = {name: p.detach() * 2 for name, p in module.named_parameters()}
