@@ -95,11 +95,14 @@ _OPERATORS: dict[str, Operator] = {}
 
 
 def _registered(name: str) -> Operator:
-    """The operator of this name (what a pickled operator becomes)."""
-    try:
-        return _OPERATORS[name]
-    except KeyError:
-        raise ValueError(f"expected an operator {name} in this process, found none; create it before loading what uses it") from None
+    """The operator of this name (what a pickled operator becomes); one of an installed package is loaded."""
+    if name not in _OPERATORS:
+        from . import plugins  # only here: it reads what is installed
+
+        if name not in plugins.installed():
+            raise ValueError(f"expected an operator {name} in this process, found none; create it before loading what uses it")
+        plugins.load(name)
+    return _OPERATORS[name]
 
 
 class Operator:
