@@ -24,7 +24,6 @@ from .loader import KernelSet, allow_unverified, device_facts, require_hopper, s
 from .problem import (
     DTYPES,
     Parameters,
-    PoolArguments,
     Problem,
     check_parameters,
     check_sizes,
@@ -211,13 +210,7 @@ class Operator:
 
     def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:
         """Vectors, scalars and parameters from the schema's arguments after x and weight."""
-        v, s = len(self._vectors), len(self._scalars)
-        flat = rest[v + s :]
-        stride, padding, dilation = (tuple(p) for p in flat[:3])
-        pool = None
-        if self.spec.pool:
-            pool = PoolArguments(self.spec.pool.kind, *(tuple(p) for p in flat[3:7]), *flat[7:10])  # type: ignore[arg-type]
-        return rest[:v], rest[v : v + s], Parameters(stride, padding, dilation, pool, flat[-1])
+        return self.arguments.split(rest)
 
     def _check(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters) -> None:
         """Raise TypeError or ValueError unless a call can be computed."""
