@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .problem import Parameters, PoolArguments, check_parameters, pair
+from .problem import Parameters, PoolArguments, check_parameters, listed_pair, pair
 from .spec import Spec
 
 _CACHED_VALUES = 256  # parameters that an operator keeps
@@ -124,6 +124,18 @@ class Arguments:
             raise TypeError(f"expected precision to be a string or None, got {precision!r}")
         check_parameters(stride, padding, dilation, pool)
         return self.intern(Parameters(stride, padding, dilation, pool, precision))
+
+    def split(self, rest: Sequence[Any]) -> tuple[Sequence[Any], Sequence[float], Parameters]:
+        """Vectors, scalars and parameters from the schema's arguments after x and weight. Raises ValueError for a list's length."""
+        flat = rest[self._first_parameter :]
+        stride, padding, dilation = map(listed_pair, ("stride", "padding", "dilation"), flat)
+        pool = None
+        if self._pool:
+            names = "pool", "pool_stride", "pool_padding", "pool_dilation"
+            kernel, pool_stride, pool_padding, pool_dilation = map(listed_pair, names, flat[3:])
+            pool = PoolArguments(self._pool.kind, kernel, pool_stride, pool_padding, pool_dilation, *flat[7:10])
+        scalars = rest[self._first_scalar : self._first_parameter]
+        return rest[: self._first_scalar], scalars, Parameters(stride, padding, dilation, pool, flat[-1])
 
     def intern(self, parameters: Parameters) -> Parameters:
         """The one object for these parameters; nothing is kept for symbolic sizes (tracing)."""

@@ -24,7 +24,6 @@ from .loader import KernelSet, allow_unverified, device_facts, require_hopper, s
 from .problem import (
     DTYPES,
     Parameters,
-    PoolArguments,
     Problem,
     check_parameters,
     check_sizes,
@@ -95,11 +94,14 @@ _OPERATORS: dict[str, Operator] = {}
 
 
 def _registered(name: str) -> Operator:
-    """The operator of this name (what a pickled operator becomes)."""
-    try:
-        return _OPERATORS[name]
-    except KeyError:
-        raise ValueError(f"expected an operator {name} in this process, found none; create it before loading what uses it") from None
+    """The operator of this name (what a pickled operator becomes); one of an installed package is loaded."""
+    if name not in _OPERATORS:
+        from . import plugins  # only here: it reads what is installed
+
+        if name not in plugins.installed():
+            raise ValueError(f"expected an operator {name} in this process, found none; create it before loading what uses it")
+        plugins.load(name)
+    return _OPERATORS[name]
 
 
 class Operator:
@@ -208,13 +210,7 @@ class Operator:
 
     def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:
         """Vectors, scalars and parameters from the schema's arguments after x and weight."""
-        v, s = len(self._vectors), len(self._scalars)
-        flat = rest[v + s :]
-        stride, padding, dilation = (tuple(p) for p in flat[:3])
-        pool = None
-        if self.spec.pool:
-            pool = PoolArguments(self.spec.pool.kind, *(tuple(p) for p in flat[3:7]), *flat[7:10])  # type: ignore[arg-type]
-        return rest[:v], rest[v : v + s], Parameters(stride, padding, dilation, pool, flat[-1])
+        return self.arguments.split(rest)
 
     def _check(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters) -> None:
         """Raise TypeError or ValueError unless a call can be computed."""

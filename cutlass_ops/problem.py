@@ -106,6 +106,13 @@ def pair(name: str, value: IntOrPair) -> Pair:
     return items[0], items[1]
 
 
+def listed_pair(name: str, values: Sequence[int]) -> Pair:
+    """A schema's list of ints as a pair; one int stands for both, as in aten.conv2d."""
+    if len(values) not in (1, 2):
+        raise ValueError(f"expected {name} as a list of one or two ints, got {list(values)}; give height and width")
+    return values[0], values[-1]
+
+
 def conv_size(x_shape: Sequence[int], weight_shape: Sequence[int], stride: Pair, padding: Pair, dilation: Pair) -> Pair:
     """Height and width of a convolution's result: floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1."""
     h, w = ((x_shape[2 + i] + 2 * padding[i] - dilation[i] * (weight_shape[2 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import keyword
 import os
 import shutil
-import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from string import Template
 from typing import Optional
 
-from .. import __version__, plugins
+from .. import __version__
 from ..errors import BuildError, InstallationError
-from ..specs import OPERATORS
+from .names import check_operator, check_package
 
 __all__ = ["create", "requirement"]
 
@@ -27,8 +25,6 @@ _FILES = {
     "{package}/specs.py": "specs.template",
     "tests/test_{package}.py": "test.template",
 }
-#: What the templates import, which an operator of the same name would hide.
-_TEMPLATE_NAMES = frozenset({"MaxPool2d", "Operator", "Path", "Vector", "operator", "relu", "specs"})
 
 
 def create(folder: Path, operator: Optional[str] = None) -> Path:
@@ -40,8 +36,8 @@ def create(folder: Path, operator: Optional[str] = None) -> Path:
     folder = Path(os.path.abspath(folder))  # noqa: PTH100 (resolve would follow a link that is in the way)
     package = folder.name
     operator = f"conv2d_{package}" if operator is None else operator
-    _check_package(package)
-    _check_operator(operator)
+    check_package(package, folder)
+    check_operator(operator, folder)
     if folder.exists() or folder.is_symlink():
         raise BuildError(f"expected a name that is free, got {folder}, which exists; name another folder")
     values = {"package": package, "operator": operator, "requirement": requirement(__version__)}
@@ -61,35 +57,6 @@ def requirement(version: str) -> str:
     """The versions of cutlass_ops that run kernels which this version builds: up to the next major one (0.x: the next minor)."""
     major, minor = map(int, version.split(".")[:2])
     return f">={major}.{minor},<{f'0.{minor + 1}' if major == 0 else major + 1}"
-
-
-def _check_package(name: str) -> None:
-    _check_name("package", name)
-    if name in sys.stdlib_module_names:
-        raise BuildError(f"expected a package name that is free, got {name!r}, which Python's standard library has; choose another")
-    if name in ("cutlass_ops", "tests"):
-        raise BuildError(f"expected a package name that is free, got {name!r}; choose another")
-    owner = next(iter(packages_distributions().get(name, [])), None)
-    if owner is not None:
-        raise BuildError(f"expected a package name that is free, got {name!r}, which {owner} has; choose another")
-
-
-def _check_operator(name: str) -> None:
-    _check_name("operator", name)
-    if name in _TEMPLATE_NAMES:
-        raise BuildError(f"expected an operator name that the project's files do not use otherwise, got {name!r}; choose another")
-    taken = plugins.installed().get(name)
-    if taken is not None:
-        raise BuildError(
-            f"expected an operator name that is free, got {name!r}, which {plugins.distribution_of(taken)} has; choose another"
-        )
-
-
-def _check_name(what: str, name: str) -> None:
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise BuildError(f"expected a Python name for the {what} (letters, digits, _; no keyword), got {name!r}; choose another")
-    if name in OPERATORS:
-        raise BuildError(f"expected {what} and shipped operator to have different names, got {name!r} of cutlass_ops; choose another")
 
 
 def _write(path: Path, text: str) -> None:

@@ -66,7 +66,7 @@ class Reader:
     def follow(self, command: str) -> None:
         """Do what a line of the tutorial says."""
         match shlex.split(command):
-            case ["pip", "install", package] if package == PACKAGE:
+            case ["pip", "install", package] if package in (PACKAGE, "pytest"):
                 pass  # the fixture has
             case ["pip", "install", wheel]:
                 self.python(

@@ -83,6 +83,7 @@ COMMANDS: dict[str, Proof] = {
     "pip install 'dist/cutlass_ops-0.1.0-py3-none-any.whl[build]'": Script("scripts/demo", "set_up build"),
     "cutlass-ops new my_ops --operator conv2d_scale_relu_maxpool": ByTest(TUTORIAL),
     "cutlass-ops build my_ops": ByTest(TUTORIAL),
+    "pip install pytest": Script("pyproject.toml", '"pytest>=8"'),
     "python -m pytest my_ops": ByTest(TUTORIAL),
     "cutlass-ops check my_ops": ByTest(TUTORIAL),
     "cutlass-ops wheel my_ops": ByTest(TUTORIAL),

@@ -199,6 +199,36 @@ def test_a_max_pool_refuses_what_only_an_average_has(known, tmp_path):
     assert torch.equal(op(**RIGHT, pool_dilation=2), expected)
 
 
+#: The raw operator's lists, in the order of its schema.
+LISTS = {"stride": [2, 2], "padding": [1, 1], "dilation": [1, 1], "pool": [2, 2], "pool_stride": [2, 2], "pool_padding": [1, 1]}
+LISTS["pool_dilation"] = [1, 1]
+
+
+def raw(**lists):
+    """The operator by way of PyTorch's dispatcher, differentiated where gradients are wanted."""
+    return torch.ops.cutlass_ops.unit_bad_avg(*RIGHT.values(), 2.0, *(LISTS | lists).values(), False, True, None, "tf32")
+
+
+@pytest.mark.usefixtures("known")
+def test_the_raw_operator_takes_lists_of_one_for_both():
+    expected = raw()
+    given = {name: pair[:1] for name, pair in LISTS.items()}
+    assert torch.equal(raw(**given), expected)
+    weight = RIGHT["weight"].clone().requires_grad_()
+    y = torch.ops.cutlass_ops.conv2d(RIGHT["x"], weight, None, [1], [0], [1], None)
+    y.sum().backward()
+    assert torch.equal(y, torch.ops.aten.conv2d(RIGHT["x"], weight, None, [1], [0], [1]))
+    assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("values", [[], [1, 1, 1]])
+@pytest.mark.parametrize("name", LISTS)
+def test_the_raw_operator_refuses_lists_of_other_lengths(name, values):
+    with pytest.raises(ValueError, match=re.escape(f"expected {name} as a list of one or two ints, got {values}; give height and width")):
+        raw(**{name: values})
+
+
 def test_every_message_says_what_was_expected_and_what_came():
     for change, _, message in TABLE:
         assert "expected" in message or "for x's" in message, change

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
+import pickle
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import cutlass_ops
-from cutlass_ops import InstallationError, plugins
+from cutlass_ops import InstallationError, ops, plugins
 
 
 def test_packages_are_found_without_an_import_and_loaded_by_the_operators_name(site):
@@ -29,6 +33,20 @@ def test_packages_are_found_without_an_import_and_loaded_by_the_operators_name(s
     assert torch.equal(op(x, weight), expected)
     assert torch.equal(torch.ops.cutlass_ops.plug_two_op(x, weight, None, [1, 1], [0, 0], [1, 1], None), expected)
     assert plugins.load("plug_one_op") is sys.modules["plug_one"].plug_one_op
+
+
+def test_a_pickled_operator_of_an_installed_package_is_loaded_in_a_fresh_process(site):
+    site.add("plug_saved", "plug_saved_op")
+    pickled = pickle.dumps(plugins.load("plug_saved_op"))
+    code = f"import pickle; print(pickle.loads({pickled!r}))"
+    paths = os.pathsep.join([str(Path(cutlass_ops.__file__).parents[1]), str(site.folder)])
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("<cutlass_ops operator plug_saved_op("), done.stderr
+
+
+def test_a_pickled_operator_that_nobody_has_is_refused():
+    with pytest.raises(ValueError, match="expected an operator plug_lost_op in this process, found none; create it before"):
+        ops._registered("plug_lost_op")
 
 
 def test_a_shipped_operator_is_loaded_by_its_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from click.testing import CliRunner
 from cutlass_ops import BuildError, InstallationError, Spec
 from cutlass_ops.cli import new, wheel
 from cutlass_ops.codegen.cli import kernels_folder, load_specs
-from cutlass_ops.project import Source, locate, starter
+from cutlass_ops.project import Source, locate, names, starter
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -100,12 +101,40 @@ def test_the_starter_is_clean(project):
         ("torch", "got 'torch', which torch has"),
         ("cutlass_ops", "expected a package name that is free, got 'cutlass_ops'"),
         ("tests", "expected a package name that is free, got 'tests'"),
+        ("NOTICE", "expected a package name that is free, got 'NOTICE', which a file or folder beside the package has"),
+        ("dist", "expected a package name that is free, got 'dist', which a file or folder beside the package has"),
+        ("my_ops_", "expected a package name that begins and ends with a letter or digit, as a wheel's must, got 'my_ops_'"),
+        ("_my", "expected a package name that begins and ends with a letter or digit, as a wheel's must, got '_my'"),
+        ("Cutlass_Ops", "got 'Cutlass_Ops', which cutlass_ops has"),
+        ("cutlass__ops", "got 'cutlass__ops', which cutlass_ops has"),
+        ("Torch", "got 'Torch', which torch has"),
+        ("cuda_bindings", "got 'cuda_bindings', which cuda-bindings has"),
     ],
 )
 def test_a_bad_package_name_is_refused_and_nothing_is_written(tmp_path, name, message):
     with pytest.raises(BuildError, match=message):
         starter.create(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["not_here", "Not_Here", "not__here"])
+def test_the_name_of_a_requirement_that_is_not_installed_is_refused(tmp_path, monkeypatch, name):
+    lines = ["torch>=2.6", "not-here[more]<14,>=13.0; extra == 'build'"]
+    monkeypatch.setattr(names, "distribution", lambda _: SimpleNamespace(requires=lines))
+    with pytest.raises(BuildError, match=rf"got '{name}', which not-here, a requirement of cutlass_ops, has; choose another"):
+        starter.create(tmp_path / name)
+
+
+@pytest.mark.parametrize("place", ["my_ops", "my_ops/dist/my_ops-1.0-py3-none-any.whl", "other"])
+def test_an_installed_projects_name_is_free_in_its_own_folder_only(tmp_path, site, place):
+    site.add("my_ops", "conv2d_my_ops")
+    url = (tmp_path / place).as_uri()
+    (site.folder / "my_ops-1.0.dist-info" / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {}}))
+    if place != "other":
+        assert starter.create(tmp_path / "my_ops").is_dir()
+        return
+    with pytest.raises(BuildError, match="got 'my_ops', which my_ops has"):
+        starter.create(tmp_path / "my_ops")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +145,8 @@ def test_a_bad_package_name_is_refused_and_nothing_is_written(tmp_path, name, me
         ("class", "expected a Python name for the operator .*, got 'class'"),
         ("conv2d", "expected operator and shipped operator to have different names, got 'conv2d'"),
         ("relu", "expected an operator name that the project's files do not use otherwise, got 'relu'"),
+        ("name", "got 'name', which torch.ops.cutlass_ops has"),
+        *((name, f"begins with a letter, got '{name}'") for name in ("__init__", "__name__", "_dir", "__class__", "__all__")),
         ("taken_op", "got 'taken_op', which taken 1.0 has"),
     ],
 )
