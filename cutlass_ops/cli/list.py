@@ -74,7 +74,7 @@ def _operators(folder: Folder, names: Sequence[str] = ()) -> Iterable[tuple[str,
 
 
 def _tensors(records: Sequence[KernelRecord]) -> list[str]:
-    served = {_TENSORS[r.variant[0]] for r in records}
+    served = {_TENSORS.get(r.variant[0]) for r in records if r.variant}  # a later family may have others
     return [name for name in dict.fromkeys(_TENSORS.values()) if name in served]
 
 
