@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ __all__ = ["HOPPER", "Folder", "UnknownNameError", "find_operator", "hopper", "l
 
 #: Hopper GPUs by name, as PyTorch gives it without memory size and link -> number of SMs.
 HOPPER = {"NVIDIA H200": 132, "NVIDIA H100": 132, "NVIDIA H100 PCIe": 114, "NVIDIA H800": 132, "NVIDIA H20": 78, "NVIDIA GH200": 132}
+
+_MAX_BYTES = 2**63 - 1  # of a tensor of PyTorch, also on the meta device
 
 
 class UnknownNameError(CutlassOpsError, LookupError):
@@ -82,6 +85,9 @@ def plan_call(
     """
     if min(*x_shape, *weight_shape) < 0:
         raise ValueError(f"expected sizes of at least 0, got x {tuple(x_shape)} and weight {tuple(weight_shape)}")
+    for name, shape in (("x", x_shape), ("weight", weight_shape)):
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > _MAX_BYTES:
+            raise ValueError(f"expected {name} of less than 2**63 bytes, got sizes {tuple(shape)}; no tensor is as large")
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in (x_shape, weight_shape))
     if x.dim() == weight.dim() == 4:
