@@ -19,7 +19,19 @@ from .ops import Operator
 from .problem import Problem
 from .selection import DeviceFacts, Selection
 
-__all__ = ["HOPPER", "Folder", "UnknownNameError", "find_operator", "hopper", "loaded", "operators", "plan_call", "present_gpu", "summary"]
+__all__ = [
+    "HOPPER",
+    "Folder",
+    "UnknownNameError",
+    "available",
+    "find_operator",
+    "hopper",
+    "loaded",
+    "operators",
+    "plan_call",
+    "present_gpu",
+    "summary",
+]
 
 #: Hopper GPUs by name, as PyTorch gives it without memory size and link -> number of SMs.
 HOPPER = {"NVIDIA H200": 132, "NVIDIA H100": 132, "NVIDIA H100 PCIe": 114, "NVIDIA H800": 132, "NVIDIA H20": 78, "NVIDIA GH200": 132}
@@ -41,6 +53,25 @@ def operators() -> dict[str, Operator]:
     for name in plugins.installed():
         plugins.load(name)
     return loaded()
+
+
+def available() -> tuple[dict[str, Operator], list[InstallationError]]:
+    """The operators that can be had, and what is wrong with those of other installed packages."""
+    try:
+        names = [*plugins.installed()]
+    except InstallationError as error:  # two packages with one name: it is not known whose to import
+        return loaded(), [error]
+    errors = [error for error in map(_failure, names) if error]
+    return loaded(), errors
+
+
+def _failure(name: str) -> Optional[InstallationError]:
+    """Why the operator of a package does not load, if it does not."""
+    try:
+        plugins.load(name)
+    except InstallationError as error:
+        return error
+    return None
 
 
 def find_operator(name: str, among: Optional[dict[str, Operator]] = None) -> Operator:
