@@ -16,7 +16,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         from .cli import main as run
 
         return run(arguments)
-    if arguments[:1] == ["doctor"]:  # what says that something is missing must not need it
+    if arguments in (["doctor"], ["doctor", "--json"]):  # what says that something is missing must not need it
         from .doctor import main as doctor
 
         return doctor(as_json="--json" in arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,24 @@ from .ops import Operator
 from .problem import Problem
 from .selection import DeviceFacts, Selection
 
-__all__ = ["HOPPER", "Folder", "UnknownNameError", "find_operator", "hopper", "loaded", "operators", "plan_call", "present_gpu", "summary"]
+__all__ = [
+    "HOPPER",
+    "Folder",
+    "UnknownNameError",
+    "available",
+    "find_operator",
+    "hopper",
+    "loaded",
+    "operators",
+    "plan_call",
+    "present_gpu",
+    "summary",
+]
 
 #: Hopper GPUs by name, as PyTorch gives it without memory size and link -> number of SMs.
 HOPPER = {"NVIDIA H200": 132, "NVIDIA H100": 132, "NVIDIA H100 PCIe": 114, "NVIDIA H800": 132, "NVIDIA H20": 78, "NVIDIA GH200": 132}
+
+_MAX_BYTES = 2**63 - 1  # of a tensor of PyTorch, also on the meta device
 
 
 class UnknownNameError(CutlassOpsError, LookupError):
@@ -38,6 +53,25 @@ def operators() -> dict[str, Operator]:
     for name in plugins.installed():
         plugins.load(name)
     return loaded()
+
+
+def available() -> tuple[dict[str, Operator], list[InstallationError]]:
+    """The operators that can be had, and what is wrong with those of other installed packages."""
+    try:
+        names = [*plugins.installed()]
+    except InstallationError as error:  # two packages with one name: it is not known whose to import
+        return loaded(), [error]
+    errors = [error for error in map(_failure, names) if error]
+    return loaded(), errors
+
+
+def _failure(name: str) -> Optional[InstallationError]:
+    """Why the operator of a package does not load, if it does not."""
+    try:
+        plugins.load(name)
+    except InstallationError as error:
+        return error
+    return None
 
 
 def find_operator(name: str, among: Optional[dict[str, Operator]] = None) -> Operator:
@@ -82,6 +116,9 @@ def plan_call(
     """
     if min(*x_shape, *weight_shape) < 0:
         raise ValueError(f"expected sizes of at least 0, got x {tuple(x_shape)} and weight {tuple(weight_shape)}")
+    for name, shape in (("x", x_shape), ("weight", weight_shape)):
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > _MAX_BYTES:
+            raise ValueError(f"expected {name} of less than 2**63 bytes, got sizes {tuple(shape)}; no tensor is as large")
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     x, weight = (torch.empty(*shape, dtype=dtype, device="meta") for shape in (x_shape, weight_shape))
     if x.dim() == weight.dim() == 4:

@@ -142,7 +142,7 @@ class Costs:
                 raise ValueError(f"schema {data['schema']!r} instead of {SCHEMA}")
             found = {_key(name): _checked(entry["us"]) for name, entry in data["coefficients"].items()}
             return cls(found, dict(data["provenance"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InstallationError(
                 f"expected the plans' costs at {path}, could not read them ({error!r}); reinstall the wheel, "
                 "or measure them again with scripts/sweep.py"

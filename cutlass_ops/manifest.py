@@ -40,6 +40,12 @@ FIELDS: dict[str, frozenset[str]] = {
     ),
 }
 
+#: Lengths of variant, tile and epilogue_tile by family: selection and launches index them.
+_LENGTHS: dict[str, tuple[int, int, int]] = {"implicit_gemm": (1, 3, 2), "fused": (5, 3, 2)}
+_LENGTHS |= {"convert": (2, 0, 0), "pack": (2, 0, 0), "pool": (2, 0, 0)}
+#: Types that begin a variant: of the tensor cores' operands, of x.
+_TYPES = {"implicit_gemm": ("tf32", "f16", "bf16"), "fused": ("f32", "f16", "bf16")}
+
 
 @dataclass(frozen=True)
 class KernelRecord:
@@ -117,6 +123,18 @@ class KernelRecord:
             )
         if self.threads < 1 or self.shared_memory < 0:
             raise ValueError(f"{self.name}: expected threads and shared memory, got {self.threads} and {self.shared_memory}")
+        self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        """Raise where what says which problems a kernel serves is no such thing: selection indexes it and divides by it."""
+        if min(self.tile + self.epilogue_tile, default=1) < 1:
+            raise ValueError(f"{self.name}: expected tiles of at least 1, got {self.tile} and {self.epilogue_tile}")
+        found = (len(self.variant), len(self.tile), len(self.epilogue_tile))
+        expected = _LENGTHS.get(self.family, found)  # of a later family nothing is known
+        if found != expected:
+            raise ValueError(f"{self.name}: expected {expected} entries in variant, tile and epilogue_tile, got {found}")
+        if self.family in _TYPES and self.variant[0] not in _TYPES[self.family]:
+            raise ValueError(f"{self.name}: expected a type among {_TYPES[self.family]}, got {self.variant[0]!r}")
 
 
 @dataclass(frozen=True)
@@ -146,7 +164,7 @@ class Manifest:
             raise InstallationError(
                 f"expected the kernels' manifest at {path}, found none; build the kernels or reinstall the wheel"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InstallationError(f"expected a JSON manifest at {path}, could not read it ({error}); reinstall the wheel") from error
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
@@ -156,7 +174,7 @@ class Manifest:
             if len({k.name for k in kernels}) != len(kernels):
                 raise ValueError("expected one record a kernel, got two of one name")
             return cls(kernels, dict(data["provenance"]), dict(data["keys"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             what = "damaged one" if _builder(data) in (None, __version__) else "damaged one or another version's"
             raise InstallationError(
                 f"expected a complete manifest at {path}, got a {what} ({error!r}); reinstall the wheel, or {_version_remedy(data)}"
@@ -205,7 +223,7 @@ def read_checks(path: Path) -> dict[str, Any]:
         if not all(isinstance(check, dict) for check in checks.values()):
             raise TypeError("expected an object for every cubin")
         return checks
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InstallationError(f"expected GPU check records at {path}, could not read them ({error!r}); reinstall the wheel") from error
 
 

@@ -52,7 +52,7 @@ def load(name: str) -> Operator:
     point = offered[name]
     try:
         found = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InstallationError(
             f"expected the operator {name} at {point.value} of {distribution_of(point)}, got {type(error).__name__}: {error}; "
             "mend or uninstall the package"

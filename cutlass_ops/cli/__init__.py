@@ -5,9 +5,13 @@ Exit codes of every command, unless its own help says otherwise: 0 done, 1 an er
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -30,6 +34,9 @@ COMMANDS = {
     "bench": "Time an operator against eager PyTorch and torch.compile.",
     "inspect": "Show instruction mix, resources and origin of compiled kernels; compare two builds.",
 }
+
+#: What writing into a full disk, beyond a quota or a limit, or to a failing device gives.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Failure(click.ClickException):
@@ -99,7 +106,30 @@ def group(debug: bool) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code."""
     try:
+        code = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, *_FULL):
+            raise
+        _drop_output()
+        if error.errno != errno.EPIPE:
+            click.echo(f"error: expected to write all output, could not ({error.strerror}); free space, or send it elsewhere", err=True)
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
+    try:
         group(args=[*arguments], prog_name="cutlass-ops")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _drop_output() -> None:
+    """What could not be written would be tried again, with a traceback, when the process ends."""
+    with contextlib.suppress(OSError, ValueError):  # where stdout is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any, Optional
 
@@ -36,11 +37,25 @@ def _out(_: click.Context, option: click.Parameter, path: Optional[Path]) -> Opt
     return path
 
 
+def _idle(_: click.Context, option: click.Parameter, value: float) -> float:
+    """A time: the range lets NaN through."""
+    if math.isnan(value):
+        raise click.BadParameter(f"expected milliseconds from 0 to {MAX_IDLE_MS:g}, got {value}", param=option)
+    return value
+
+
 @click.command(short_help="Time an operator against eager PyTorch and torch.compile.")
 @call_options
 @click.option("--max-autotune", is_flag=True, help="Also torch.compile with mode max-autotune-no-cudagraphs (takes a minute).")
 @click.option("--trials", type=click.IntRange(1), default=100, show_default=True, help="Timed calls of each.")
-@click.option("--idle-ms", type=click.FloatRange(0, MAX_IDLE_MS), default=IDLE_MS, show_default=True, help="Without work before each call.")
+@click.option(
+    "--idle-ms",
+    type=click.FloatRange(0, MAX_IDLE_MS),
+    callback=_idle,
+    default=IDLE_MS,
+    show_default=True,
+    help="Without work before each call.",
+)
 @click.option("--json", "json_file", type=_FILE, callback=_out, metavar="FILE", help="Write all figures as JSON.")
 @click.option("--plot", type=_FILE, callback=_out, metavar="FILE", help=f"Draw the times ({', '.join(_FORMATS)}).")
 def command(call: Call, max_autotune: bool, trials: int, idle_ms: float, json_file: Optional[Path], plot: Optional[Path]) -> None:

@@ -14,6 +14,7 @@ import torch
 from ..catalogue import find_operator
 from ..codegen.cli import kernels_folder, load_specs
 from ..ops import Operator
+from . import Failure
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,10 @@ def call_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _own(spec: Path, kernels: Optional[Path]) -> dict[str, Operator]:
-    return {s.name: Operator(s, kernels or kernels_folder(spec)) for s in load_specs(spec)}
+    try:
+        return {s.name: Operator(s, kernels or kernels_folder(spec)) for s in load_specs(spec)}
+    except ValueError as error:  # a name that is registered already
+        raise Failure(str(error)) from error
 
 
 def _unwrapped(value: Any) -> Any:

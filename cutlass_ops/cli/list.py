@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import click
 
-from ..catalogue import Folder, find_operator, operators, summary
+from ..catalogue import Folder, available, find_operator, summary
+from ..errors import InstallationError
 from ..manifest import KernelRecord
 from .output import show, show_json
 
@@ -30,6 +31,8 @@ def command(names: tuple[str, ...], kernels: Optional[Path], every: bool, as_jso
     channels. Shared memory is dynamic, in bytes. "verified" says on which GPU and when a kernel's exact bytes passed the GPU
     check; kernels that did not are not used.
 
+    Exit code 1: operators or kernels of a package cannot be read; the others are shown.
+
     \b
     Examples:
       cutlass-ops list
@@ -37,12 +40,21 @@ def command(names: tuple[str, ...], kernels: Optional[Path], every: bool, as_jso
       cutlass-ops list --all | grep nhwc
       cutlass-ops list --kernels my_ops_kernels --json
     """
-    folders = [Folder.read(path) for path in _folders(kernels, names)]
+    folders, errors = _folders(kernels, names)
     known = {record.operator for folder in folders for record in folder.records}
     for name in names:
         if name not in known:
             find_operator(name)  # raises, with what the name may have meant
             raise click.UsageError(f"expected kernels of {name} in {', '.join(str(f.path) for f in folders)}, found none")
+    _show(folders, names, every=every, as_json=as_json)
+    if not (names or every or as_json or errors):
+        click.echo("cutlass-ops list OPERATOR shows an operator's kernels", err=True)
+    for error in errors:
+        click.echo(f"error: {error}", err=True)
+    click.get_current_context().exit(1 if errors else 0)
+
+
+def _show(folders: Sequence[Folder], names: Sequence[str], *, every: bool, as_json: bool) -> None:
     if as_json:
         show_json({"folders": [_json(folder, names) for folder in folders]})
         return
@@ -51,16 +63,23 @@ def command(names: tuple[str, ...], kernels: Optional[Path], every: bool, as_jso
             _show_kernels(folder, names)
         else:
             _show_operators(folder)
-    if not names and not every:
-        click.echo("cutlass-ops list OPERATOR shows an operator's kernels", err=True)
 
 
-def _folders(kernels: Optional[Path], names: Sequence[str]) -> list[Path]:
-    """The folder given, else those of the operators named, else those of all operators."""
-    if kernels is not None:
-        return [kernels]
-    chosen = [find_operator(name) for name in names] or operators().values()
-    return list(dict.fromkeys(op.kernels for op in chosen))
+def _folders(kernels: Optional[Path], names: Sequence[str]) -> tuple[list[Folder], list[InstallationError]]:
+    """The folder given, else those of the operators named, else those of all operators: what can be read of them, and why not more."""
+    if kernels is not None or names:
+        paths = [kernels] if kernels is not None else [find_operator(name).kernels for name in names]
+        return [Folder.read(path) for path in dict.fromkeys(paths)], []
+    known, errors = available()
+    read = [_read(path) for path in dict.fromkeys(op.kernels for op in known.values())]
+    return [f for f in read if isinstance(f, Folder)], errors + [e for e in read if isinstance(e, InstallationError)]
+
+
+def _read(path: Path) -> Union[Folder, InstallationError]:
+    try:
+        return Folder.read(path)
+    except InstallationError as error:
+        return error
 
 
 def _wanted(folder: Folder, names: Sequence[str]) -> list[KernelRecord]:
@@ -74,12 +93,12 @@ def _operators(folder: Folder, names: Sequence[str] = ()) -> Iterable[tuple[str,
 
 
 def _tensors(records: Sequence[KernelRecord]) -> list[str]:
-    served = {_TENSORS[r.variant[0]] for r in records}
+    served = {_TENSORS.get(r.variant[0]) for r in records if r.variant}  # a later family may have others
     return [name for name in dict.fromkeys(_TENSORS.values()) if name in served]
 
 
 def _doc(name: str) -> str:
-    op = operators().get(name)
+    op = available()[0].get(name)
     return op.spec.doc.partition("\n")[0] if op else ""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +15,9 @@ from ..errors import InstallationError
 from ..manifest import KernelRecord, Manifest, read_checks
 
 __all__ = ["Artifact", "sha256_of"]
+
+#: What zipfile raises for a damaged archive, for compression or encryption that it does not know, and for a full disk.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError, OSError)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Artifact:
                 with zipfile.ZipFile(path) as archive:
                     names = [n for n in archive.namelist() if n.endswith((".cubin", "/manifest.json", "/gpu_checks.json"))]
                     archive.extractall(temporary, names)  # which keeps within the folder
-            except zipfile.BadZipFile as error:
+            except _DAMAGE as error:
                 raise InstallationError(f"expected a wheel at {path}, could not read it ({error}); build or fetch it again") from error
             return _of_folder(Path(temporary), path)
 

@@ -26,12 +26,22 @@ def load_specs(path: Path) -> list[Spec]:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BuildError(f"expected {path} to import, it raised {type(error).__name__}: {error}") from error
     specs = [value for value in vars(module).values() if isinstance(value, Spec)]
     if not specs:
         raise BuildError(f"expected at least one function under @cutlass_ops.operator(...) in {path}, found none")
+    _check_names([spec.name for spec in specs], path)
     return specs
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    """Raise BuildError where operators of a file could not be used together, or not beside the shipped ones."""
+    for name in names:
+        if name in OPERATORS:
+            raise BuildError(f"expected {path} to name its operators otherwise than the shipped ones, got {name!r}; rename it")
+        if names.count(name) > 1:
+            raise BuildError(f"expected every operator of {path} to have a name of its own, got {name!r} twice; rename one")
 
 
 def kernels_folder(spec: Path) -> Path:

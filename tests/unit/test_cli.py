@@ -156,6 +156,13 @@ def test_doctor_needs_neither_and_says_so():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--kernels", "nowhere"], ["--json", "more"]])
+def test_doctor_with_arguments_that_it_would_ignore_names_the_extra(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["doctor", *arguments]) == 1
+    assert capsys.readouterr().err == "error: expected the package click, found none; pip install 'cutlass_ops[cli]'\n"
+
+
 # ---- where the output goes ---------------------------------------------------------------------------------------
 
 
@@ -198,6 +205,17 @@ def test_a_reader_that_stops_early_ends_the_command_without_a_traceback():
     assert process.stdout.read(10) == b"Kernels of"
     process.stdout.close()
     assert b"Traceback" not in process.communicate(timeout=60)[1]
+
+
+@pytest.mark.parametrize("arguments", [["list", "--json"], ["doctor"], ["--help"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(arguments):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "cutlass_ops", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        result = subprocess.run(command, env=environment, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    (line,) = [line for line in result.stderr.splitlines() if "cutlass-ops list OPERATOR" not in line]
+    assert line == "error: expected to write all output, could not (No space left on device); free space, or send it elsewhere"
+    assert result.returncode == 1
 
 
 def test_text_in_brackets_is_no_markup(capsys):

@@ -231,3 +231,9 @@ def test_torch_compile_traces_the_model_whole():
     with subject.settings():
         compiled = torch.compile(subject.model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(subject.x), subject.model(subject.x), rtol=0, atol=0)
+
+
+def test_an_idle_time_that_is_no_number_is_wrong_usage():
+    result = run(MAIN, *SHAPES, "--idle-ms", "nan")
+    assert result.exit_code == 2
+    assert "expected milliseconds from 0 to 1000, got nan" in result.stderr

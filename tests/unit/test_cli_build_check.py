@@ -161,7 +161,7 @@ def test_errors_of_a_check_are_one_line(gpu, monkeypatch, tmp_path):
     (tmp_path / "own.py").write_text(SPEC.format(name="conv2d"))  # a shipped operator's name
     result = run("check", tmp_path / "own.py")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: expected a new operator name, got 'conv2d'")
+    assert result.stderr.endswith("own.py to name its operators otherwise than the shipped ones, got 'conv2d'; rename it\n")
     result = run("check", tmp_path / "nowhere.py")
     assert (result.exit_code, result.stderr) == (
         1,
@@ -180,3 +180,36 @@ def test_kernels_without_their_source_are_wrong_usage(gpu):
     assert result.exit_code == 2
     assert "expected SOURCE beside --kernels" in result.stderr
     assert gpu[0] == []
+
+
+# ---- files that cannot be used -----------------------------------------------------------------------------------
+
+TWICE = SPEC.format(name="unit_twice") + "\nagain = unit_twice\n"
+UNUSABLE = {
+    "expected {path} to name its operators otherwise than the shipped ones, got 'conv2d'; rename it": SPEC.format(name="conv2d"),
+    "expected every operator of {path} to have a name of its own, got 'unit_twice' twice; rename one": TWICE,
+    "expected {path} to import, it raised SystemExit: 3": "import sys\nsys.exit(3)\n",
+}
+
+
+@pytest.mark.parametrize("message", UNUSABLE)
+@pytest.mark.parametrize(
+    "command", [["build", "--spec"], ["explain", "foo", "--shape", "8,64,56,56", "--weight", "128,64,3,3", "--spec"]], ids=lambda c: c[0]
+)
+def test_a_file_that_cannot_be_used_is_one_line_and_nothing_is_compiled(message, command, tmp_path, monkeypatch):
+    path = tmp_path / "specs.py"
+    path.write_text(UNUSABLE[message])
+    compiled = []
+    monkeypatch.setattr("cutlass_ops.codegen.build.build", lambda *_, **__: compiled.append(1))
+    result = run(*command, path)
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"error: {message.format(path=path)}\n")
+    assert compiled == []
+
+
+def test_an_operator_that_this_process_has_already_is_one_line(tmp_path):
+    (tmp_path / "specs.py").write_text(SPEC.format(name="unit_registered_already"))
+    arguments = ["explain", "foo", "--shape", "8,64,56,56", "--weight", "128,64,3,3", "--spec", tmp_path / "specs.py"]
+    assert "expected an operator, got 'foo'" in run(*arguments).stderr
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: expected a new operator name, got 'unit_registered_already' of ")

@@ -194,3 +194,19 @@ def test_an_operator_of_ones_own_without_kernels_or_by_another_name(tmp_path, mo
     assert result.stderr.startswith(f"error: expected the kernels' manifest at {manifest}, found none; build the kernels")
     result = run("conv2d", *SHAPES, "--spec", own(tmp_path, "unit_cli_renamed"))
     assert (result.exit_code, result.stderr) == (1, "error: expected an operator, got 'conv2d'; there are unit_cli_renamed\n")
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "name"),
+    [
+        ("9999999999,64,12800,12800", "128,64,3,3", "x"),
+        ("99999999999999999999,64,128,128", "128,64,3,3", "x"),
+        ("0,64,99999999999999999999,128", "128,64,3,3", "x"),
+        ("8,64,128,128", "9223372036854775807,64,3,3", "weight"),
+    ],
+)
+def test_tensors_beyond_every_memory_are_refused_in_one_line(x, weight, name):
+    result = run("conv2d", "--shape", x, "--weight", weight)
+    sizes = ", ".join((x if name == "x" else weight).split(","))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: expected {name} of less than 2**63 bytes, got sizes ({sizes}); no tensor is as large\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ from cutlass_ops import OPERATORS, catalogue, cli, doctor
 from cutlass_ops.loader import shipped_kernels
 from cutlass_ops.manifest import Manifest
 
+from .conftest import PACKAGE
 from .records import write_folder
 
 pytestmark = pytest.mark.usefixtures("only_shipped_operators")
@@ -128,3 +130,24 @@ def test_a_package_that_does_not_load_keeps_nobody_from_other_operators(site, li
     )
     (finding,) = [f for f in doctor.examine().findings if f.subject == "packages"]
     assert (finding.status, finding.remedy) == ("FAIL", "mend or uninstall the package")
+
+
+def test_a_package_without_kernels_or_that_fails_keeps_nobody_from_the_others(site, tmp_path):
+    here = "Operator({{operator}}, __import__('pathlib').Path(__file__).parent / 'nowhere')"
+    site.add("plug_list_bare", "plug_list_bare_op", PACKAGE.replace("Operator({operator})\n", here.format() + "\n"))
+    site.add("plug_list_broken", "plug_list_broken_op", "raise OSError('no such luck')\n")
+    for options in ([], ["--all"], ["--json"]):
+        result = CliRunner().invoke(cli.group, ["list", *options])
+        assert result.exit_code == 1
+        assert all(name in result.stdout for name in OPERATORS)
+        assert re.search(r"^error: expected the operator plug_list_broken_op at .*no such luck", result.stderr, re.MULTILINE)
+        assert re.search(r"^error: expected the kernels' manifest at .*nowhere", result.stderr, re.MULTILINE)
+
+
+def test_a_name_clash_keeps_nobody_from_the_shipped_operators(site):
+    site.add("plug_list_left", "plug_list_same")
+    site.add("plug_list_right", "plug_list_same")
+    result = CliRunner().invoke(cli.group, ["list"])
+    assert result.exit_code == 1
+    assert all(name in result.stdout for name in OPERATORS)
+    assert "error: expected every operator's name in one package, got 'plug_list_same' in " in result.stderr

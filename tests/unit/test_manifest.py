@@ -36,6 +36,10 @@ def damaged(path, change):
     return path
 
 
+def of_family(data, family):
+    return next(k for k in data["kernels"] if k["family"] == family)
+
+
 def test_a_manifest_survives_json(path):
     loaded = Manifest.load(path)
     assert sorted(loaded.kernels, key=lambda k: k.name) == sorted(MANIFEST.kernels, key=lambda k: k.name)
@@ -67,7 +71,7 @@ def test_a_missing_manifest_is_named_with_the_remedy(tmp_path):
         Manifest.load(tmp_path / "nowhere.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "\x00", MANIFEST.dumps()[:-40]])
+@pytest.mark.parametrize("text", ["", "{", "\x00", MANIFEST.dumps()[:-40], "[" * 100_000])
 def test_text_that_is_no_json_is_refused(path, text):
     path.write_text(text)
     with pytest.raises(InstallationError, match=r"expected a JSON manifest at .*manifest.json, could not read it"):
@@ -99,6 +103,13 @@ def test_json_that_is_no_manifest_is_refused(path, text):
         lambda data: data["kernels"][0].update(tile=3),
         lambda data: data.update(kernels=[3]),
         lambda data: data.update(kernels=3),
+        lambda data: of_family(data, "fused").update(variant=[]),
+        lambda data: of_family(data, "fused").update(tile=[0, 0, 0]),
+        lambda data: of_family(data, "fused").update(epilogue_tile=[0, 0]),
+        lambda data: of_family(data, "fused").pop("tile"),
+        lambda data: of_family(data, "implicit_gemm").update(variant=["f8"]),
+        lambda data: of_family(data, "implicit_gemm").update(tile=[128, 128]),
+        lambda data: of_family(data, "pool").update(variant=["avg"]),
     ],
 )
 def test_missing_unknown_and_damaged_fields_are_refused(path, change):
@@ -205,7 +216,7 @@ def test_only_passed_checks_verify(tmp_path):
     assert verified_hashes(path) == {"a"}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cubins": 3}', '{"cubins": {"a": 3}}', '{"cubins": {"a": null}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[" * 100_000, '{"cubins": 3}', '{"cubins": {"a": 3}}', '{"cubins": {"a": null}}'])
 def test_damaged_check_records_are_refused(tmp_path, text):
     path = tmp_path / "gpu_checks.json"
     path.write_text(text)
