@@ -41,7 +41,7 @@ def _fake(operator: Operator, inputs: tuple[Any, ...]) -> Tensor:
 def _transformed(operator: Operator, inputs: tuple[Any, ...]) -> Tensor:
     """Under a torch.func transform, or forward-mode AD: PyTorch's own operators, which know how to be transformed."""
     x, weight, *rest = inputs
-    vectors, scalars, parameters = operator._split(rest)
+    vectors, scalars, parameters = operator.arguments.split(rest)
     x, weight, vectors = autocast(x, weight, list(vectors), parameters.precision)
     return operator._transformed(x, weight, vectors, scalars, parameters)
 
@@ -109,7 +109,7 @@ def _gradients(
 
     with torch.enable_grad(), in_precision(rest[-1]):
         x, weight, *vectors = tensors = [own(t, need) for t, need in zip(saved, wanted)]
-        y = operator._reference(x, weight, *operator._split([*vectors, *rest]), ieee.convolution(rest[-1]))  # type: ignore[arg-type]
+        y = operator._reference(x, weight, *operator.arguments.split([*vectors, *rest]), ieee.convolution(rest[-1]))  # type: ignore[arg-type]
         needed = [t for t in tensors if t is not None and t.requires_grad]
         # A chain need not use all its vectors; those have no gradient, as in PyTorch.
         found = iter(torch.autograd.grad(y, needed, gradient, create_graph=create_graph, allow_unused=True))

@@ -20,6 +20,8 @@ class FusedConv2d(nn.Module):
     operator without a vector ``bias`` has none). The operator's other vectors become parameters of shape (out_channels, 1, 1)
     under their own names, drawn from a standard normal distribution.
 
+    Forward pre-hooks of ``conv`` run (those of torch.nn.utils.prune and weight_norm, say); a forward hook there is a RuntimeError.
+
     Args:
         operator: An `Operator`.
         in_channels: Channels C of the input.
@@ -32,8 +34,6 @@ class FusedConv2d(nn.Module):
         device: Where the parameters lie.
         dtype: Their dtype.
         **arguments: The operator's scalars, precision and pool arguments, the same in each call.
-
-    Forward pre-hooks of ``conv`` run (those of torch.nn.utils.prune and weight_norm, say); a forward hook there is a RuntimeError.
 
     Raises:
         TypeError: `operator` is none, or an argument is one that it does not take.

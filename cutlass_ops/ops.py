@@ -208,10 +208,6 @@ class Operator:
         _LIBRARY.impl(self.spec.name, self._cpu, "CPU")
         dispatch.register(_LIBRARY, self)
 
-    def _split(self, rest: Sequence[Any]) -> tuple[Sequence[Optional[Tensor]], Sequence[float], Parameters]:
-        """Vectors, scalars and parameters from the schema's arguments after x and weight."""
-        return self.arguments.split(rest)
-
     def _check(self, x: Tensor, weight: Tensor, vectors: Sequence[Optional[Tensor]], parameters: Parameters) -> None:
         """Raise TypeError or ValueError unless a call can be computed."""
         p = parameters
@@ -253,13 +249,13 @@ class Operator:
 
     def _cpu(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         """The CPU implementation is the reference: PyTorch's own operators."""
-        vectors, scalars, parameters = self._split(rest)
+        vectors, scalars, parameters = self.arguments.split(rest)
         self._check(x, weight, vectors, parameters)
         precision_of(x, parameters.precision)
         return in_format(self._reference(x, weight, vectors, scalars, parameters), result_channels_last(x, weight))
 
     def _fake(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        vectors, _, p = self._split(rest)
+        vectors, _, p = self.arguments.split(rest)
         self._check(x, weight, vectors, p)
         precision_of(x, p.precision)
         size = conv_size(x.shape, weight.shape, p.stride, p.padding, p.dilation)
@@ -268,7 +264,7 @@ class Operator:
         return torch.empty((x.shape[0], weight.shape[0], *size), dtype=x.dtype, device=x.device, memory_format=memory_format)
 
     def _cuda(self, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        vectors, scalars, parameters = self._split(rest)
+        vectors, scalars, parameters = self.arguments.split(rest)
         return self._run(x, weight, vectors, scalars, self.arguments.intern(parameters))
 
     # ---- CUDA ----------------------------------------------------------------------------------------------------

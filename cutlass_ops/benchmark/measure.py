@@ -73,8 +73,8 @@ def interleaved(competitors: Sequence[Competitor], trials: int, idle_ms: float =
     """Milliseconds of every trial of every competitor, in turns of BLOCK trials, after WARM_UP of each.
 
     The first trial of a turn does not count: other competitors' code has taken the host's caches, and a call that takes 45 us on the
-    host took 60 to 260 after theirs, more than the flush of L2 hides. In KernelBench's protocol, too, a competitor's trials
-    follow each other. Before each trial, also those that do not count, the GPU has no work for `idle_ms`.
+    host took 61 to 93 after theirs (docs/performance.md), more than the flush of L2 hides. In KernelBench's protocol, too, a
+    competitor's trials follow each other. Before each trial, also those that do not count, the GPU has no work for `idle_ms`.
     """
     times: list[list[float]] = [[] for _ in competitors]
     for competitor in competitors:
