@@ -46,7 +46,7 @@ struct FusedConv : Tile_ {
       if constexpr (Tile::kStoreWarps) {
         for (int i = 0; i < Tile::kTiles; ++i) storage.run_full[i].init(2 * 32), storage.run_free[i].init(32);
       }
-      storage.finished.init(Tile::kThreads / 32);
+      storage.finished.init(Tile::kThreads);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&params.input);
@@ -64,10 +64,11 @@ struct FusedConv : Tile_ {
     __syncthreads();
   }
 
-  // __syncthreads is no way for warps that wait at different places (compute-sanitizer's synccheck).
+  // __syncthreads is no way for warps that wait at different places (compute-sanitizer's synccheck). All lanes arrive: racecheck
+  // follows a barrier from the lanes that do.
   CUTLASS_DEVICE static void wait_for_all(SharedStorage& storage) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) storage.finished.arrive();
+    asm volatile("" ::: "memory");  // which the barrier does not say itself
+    storage.finished.arrive();
     storage.finished.wait(0);
     asm volatile("" ::: "memory");
   }
