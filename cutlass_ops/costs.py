@@ -59,14 +59,15 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
     n, c, h, w = problem.x_shape
     r, s = problem.weight_shape[2:]
     pixels, block, channels = record.tile
-    steps, slots = FusedWork.of(problem, record.epilogue_tile, sm_count).busiest(n, r // 2)
+    work = FusedWork.of(problem, record, sm_count)
+    steps, slots = work.busiest(n, r)
     nhwc, size = record.variant[1] == "nhwc", _BYTES[problem.dtype]
     loaded = channels if nhwc else min(channels, round_up(c, 8))
     return {
         "launches": 2,
         "flops": steps * 2 * pixels * block * channels * r * s / 1e6,
         "outputs": steps * pixels * block / 1e3,
-        "staged": slots * 2 * record.box_columns * loaded / 1e3,
+        "staged": slots * work.rows * record.box_columns * loaded / 1e3,
         "moved": (n * c * h * w + math.prod(problem.output_shape)) * size / 1e6,
     }
 

@@ -35,7 +35,7 @@ class Fused:
         _, _, r, s = problem.weight_shape
         channels, nhwc = record.tile[2], record.variant[1] == "nhwc"
         block = record.epilogue_tile[1]
-        work = FusedWork.of(problem, record.epilogue_tile, sm_count)
+        work = FusedWork.of(problem, record, sm_count)
         blocks, strips, unit, units = work.blocks, work.strips, work.unit, work.units
 
         chunks = 0 if nhwc else channels // 8
@@ -53,7 +53,7 @@ class Fused:
             tensor = driver.TiledMap(record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=2 * channels)
             values["box_bytes"] = 2 * channels * record.box_columns * size
         else:
-            box = (record.box_columns, 2, min(channels, round_up(c, 8)), 1)
+            box = (record.box_columns, work.rows, min(channels, round_up(c, 8)), 1)
             tensor = driver.TiledMap(record.variant[0], (w, h, c, n), (w * size, h * w * size, c * h * w * size), box, swizzle=0)
             values["box_bytes"] = box[0] * box[1] * box[2] * size
         for name, value in values.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .manifest import KernelRecord
 from .problem import Problem
 
 
@@ -13,48 +14,56 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def team_size(problem: Problem, tile: Sequence[int]) -> int:
-    """CTAs of the fused kernel that walk the same rows. `tile` is a CTA's: columns of the result x output channels."""
+def team_size(problem: Problem, record: KernelRecord) -> int:
+    """CTAs of a fused kernel that walk the same rows."""
     _, k, _, out_w = problem.output_shape
-    return -(-out_w // tile[0]) * -(-k // tile[1])
+    columns, channels = record.epilogue_tile
+    return -(-out_w // columns) * -(-k // channels)
 
 
-def unit_of_work(problem: Problem, tile: Sequence[int]) -> int:
-    """Steps (of two rows) of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each.
+def rows_of_step(problem: Problem, record: KernelRecord) -> int:
+    """Rows of the convolution that a fused kernel computes at a time, and of the input in a slot of its ring."""
+    return record.tile[0] // (record.epilogue_tile[0] * (2 if problem.pool else 1))
 
-    Where NCHW is not pooled, small units keep all SMs writing to the same few images, which DRAM takes faster than as many
-    streams as there are SMs; 16-bit values in strips are faster in two steps, which share an input row. What is pooled is few bytes, and
-    channels_last is written in long runs: there a slice, which reads every input row once, is faster (docs/performance.md).
+
+def unit_of_work(problem: Problem, record: KernelRecord) -> int:
+    """Steps of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each.
+
+    A slice reads every input row once. Where runs of two rows of NCHW are stored (few input channels, no pool), units of one step keep all
+    SMs writing to the same few images, which DRAM takes faster than as many streams as there are SMs (docs/performance.md).
     """
-    if problem.pool or problem.channels_last:
-        return 0
-    return 2 if problem.dtype != "f32" and tile[0] == 64 else 1
+    stores_runs = not problem.pool and not problem.channels_last and record.tile[2] == 16
+    return 1 if stores_runs else 0
 
 
 @dataclass(frozen=True)
 class FusedWork:
-    """The fused kernel's: teams of strips x blocks CTAs walk the images' steps, each of two rows of the convolution."""
+    """The fused kernel's: teams of strips x blocks CTAs walk the images' steps."""
 
     strips: int
     blocks: int  # of output channels
     teams: int
+    rows: int  # of the convolution a step, and of the input a ring slot
     steps: int  # of an image
     #: Steps of a unit that is dealt to the teams in turn, and units of an image; 0: each team has a slice of the batch.
     unit: int
     units: int
 
     @classmethod
-    def of(cls, problem: Problem, tile: Sequence[int], sm_count: int) -> FusedWork:
-        """`tile` is a CTA's: columns of the result x output channels."""
+    def of(cls, problem: Problem, record: KernelRecord, sm_count: int) -> FusedWork:
+        """A kernel's for a problem."""
         n, k, out_h, out_w = problem.output_shape
-        steps = out_h if problem.pool else -(-out_h // 2)
-        unit = min(unit_of_work(problem, tile), steps)
+        columns, channels = record.epilogue_tile
+        rows = rows_of_step(problem, record)
+        steps = out_h if problem.pool else -(-out_h // rows)
+        unit = min(unit_of_work(problem, record), steps)
         units = -(-steps // unit) if unit else 0
-        teams = min(sm_count // team_size(problem, tile), n * (units or steps))
-        return cls(-(-out_w // tile[0]), -(-k // tile[1]), teams, steps, unit, units)
+        teams = min(sm_count // team_size(problem, record), n * (units or steps))
+        return cls(-(-out_w // columns), -(-k // channels), teams, rows, steps, unit, units)
 
-    def busiest(self, images: int, halo: int) -> tuple[int, int]:
-        """Steps of the busiest team, and the ring slots (of two input rows) that it reads: `halo` more than the steps of a segment."""
+    def busiest(self, images: int, filter_rows: int) -> tuple[int, int]:
+        """Steps of the busiest team, and the ring slots that it reads: in a segment some more than steps."""
+        halo = (filter_rows - 1) // self.rows
         if not self.teams:
             return 0, 0  # an empty batch
         if self.unit:

@@ -111,6 +111,8 @@ def plan_units(specs: Sequence[Spec]) -> list[Unit]:
             key = _emission_key(spec.name, spec.doc, chain, spec.tile, operand)
             units.append(Unit(f"{spec.name}_{operand}", key, "implicit_gemm", spec, chain, operand))
         for variant in source.FUSED_VARIANTS:
+            if variant.wide and spec.pool:
+                continue
             # The operand type is not in the tree that is emitted, so that one emission serves all of them.
             key = _emission_key(spec.name, spec.doc, chain, spec.pool, variant)
             units.append(Unit(f"{spec.name}_{variant.name}", key, "fused", spec, chain, "f16", variant))

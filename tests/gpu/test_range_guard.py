@@ -15,7 +15,13 @@ TF32 = "two-kernel-tf32"
 GUARDED = "two-kernel-f16-guarded"  # the other plans with fp16 operands are of fused kernels
 X, WEIGHT = (3, 24, 18, 20), (40, 24, 3, 3)
 #: Problems of the other fused kernels of fp32 tensors; padding 1 has one of its own.
-OTHERS = {"few channels": ((3, 12, 18, 20), (40, 12, 3, 3), 0), "1 x 1": (X, (40, 24, 1, 1), 0), "padded": (X, WEIGHT, 1)}
+OTHERS = {
+    "few channels": ((3, 12, 18, 20), (40, 12, 3, 3), 0),
+    "1 x 1": (X, (40, 24, 1, 1), 0),
+    "padded": (X, WEIGHT, 1),
+    "wide": ((3, 24, 18, 104), (48, 24, 3, 3), 0),
+    "wide, 1 x 1": ((3, 24, 18, 132), (40, 24, 1, 1), 0),
+}
 CENTRE, CORNERS = (1, 11, 9, 10), ((0, 0, 0, 0), (-1, -1, -1, -1), (0, -1, -1, 0), (-1, 0, 0, -1))
 each_operator = pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpool], ids=name_of)
 

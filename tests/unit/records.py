@@ -61,7 +61,7 @@ FUSED_NUMBERS = ("n", "k", "out_h", "out_w", "steps", "unit", "units_of_image", 
 FUSED_NUMBERS += ("padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes")
 FUSED_FIELDS |= {name: 180 + 4 * i for i, name in enumerate(FUSED_NUMBERS)}
 
-#: Type of x, layout, input channels, filter, aligned or shifted -> columns of a TMA load.
+#: Type of x, layout, input channels, filter, aligned or shifted or wide (which is shifted too) -> columns of a TMA load.
 FUSED = {
     ("f32", "nchw", 64, "3x3", "aligned"): 68,
     ("f32", "nchw", 64, "3x3", "shifted"): 76,
@@ -73,14 +73,20 @@ FUSED = {
     **{(t, "nhwc", 64, "3x3", "aligned"): 66 for t in ("f16", "bf16")},
     **{(t, "nhwc", 16, "3x3", "aligned"): 130 for t in ("f16", "bf16")},
     **{(t, "nhwc", 64, "1x1", "aligned"): 64 for t in ("f16", "bf16")},
+    ("f32", "nchw", 64, "3x3", "wide"): 136,
+    **{(t, "nchw", 64, "3x3", "wide"): 144 for t in ("f16", "bf16")},
+    **{(t, "nchw", 64, "1x1", "wide"): 136 for t in ("f32", "f16", "bf16")},
 }
 
 
 def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
     """The fused kernels of an operator with the chain of `gemm_record`; `pool` is "none", "avg" or "max"."""
     found = []
-    for (element, layout, channels, size, alignment), columns in FUSED.items():
-        strip, outputs = (64, 128) if channels == 64 else (128, 64)
+    for (element, layout, channels, size, kind), columns in FUSED.items():
+        wide = kind == "wide"
+        if wide and pool != "none":
+            continue
+        strip, outputs = (128 if wide else 64, 128) if channels == 64 else (128, 64)
         stores_apart = pool == "none" and layout == "nchw" and channels == 16  # warps that only store, twice the converters
         values = {
             "operator": operator,
@@ -88,8 +94,8 @@ def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
             "shared_memory": 200_000,
             "params_size": 256,
             "hgmma": 72,
-            "tile": (2 * strip, outputs, channels),
-            "stages": 4 if layout == "nchw" else 8,
+            "tile": (strip if wide else 2 * strip, outputs, channels),
+            "stages": 8 if layout == "nhwc" else 6 if element != "f32" and channels == 64 and not wide else 4,
             "epilogue_tile": (strip if pool == "none" else strip // 2, outputs),
             "box_columns": columns,
             "fields": FUSED_FIELDS,
@@ -97,8 +103,8 @@ def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
             "scalars": {"scale": 144},
             "constants": ((148, 0.25),),
         }
-        name = f"{operator}_fused_{element}_{layout}_c{channels}_{size}{'_shifted' if alignment == 'shifted' else ''}"
-        found.append(record(name, "fused", (element, layout, size, alignment, pool), **values))
+        name = f"{operator}_fused_{element}_{layout}_c{channels}_{size}{'' if kind == 'aligned' else f'_{kind}'}"
+        found.append(record(name, "fused", (element, layout, size, "shifted" if wide else kind, pool), **values))
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ from cutlass_ops.selection import PLAN_NAMES, PYTORCH, select
 from cutlass_ops.work import FusedWork
 
 from .fake_driver import H200
-from .records import all_records, problem
+from .records import all_records, fused_records, problem
 
 RECORDS = {pool: {r.name: r for r in all_records("op", pool)} for pool in ("avg", "none")}
 HALF = {"dtype": "f16", "precision": "f16", "channels_last": True}
@@ -89,13 +89,18 @@ def test_an_empty_batch_has_no_work():
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 66, 67, 128])
-@pytest.mark.parametrize("pooled", [True, False])
-def test_the_busiest_team_has_at_least_its_share_and_at_most_a_unit_more(n, pooled):
-    changes = {} if pooled else {"pool": None}
-    made = FusedWork.of(problem(x_shape=(n, 64, 128, 128), **changes), (32 if pooled else 64, 128), 132)
-    steps, slots = made.busiest(n, 1)
+@pytest.mark.parametrize(
+    ("pool", "kernel", "rows", "unit", "halo"),
+    [("avg", "c64_3x3", 2, 0, 1), ("none", "c64_3x3_wide", 1, 0, 2), ("none", "c16_3x3_shifted", 2, 1, 1)],
+)
+def test_the_busiest_team_has_at_least_its_share_and_at_most_a_unit_more(n, pool, kernel, rows, unit, halo):
+    (record,) = (r for r in fused_records("op", pool) if r.name == f"op_fused_f32_nchw_{kernel}")
+    made = FusedWork.of(problem(x_shape=(n, record.tile[2], 128, 128), **({} if pool == "avg" else {"pool": None})), record, 132)
+    assert (made.rows, made.unit) == (rows, unit)
+    steps, slots = made.busiest(n, 3)
     assert n * made.steps <= steps * made.teams < n * made.steps + made.teams
-    assert slots > steps
+    segments = steps if unit else -(-steps // made.steps)
+    assert slots == steps + halo * segments
 
 
 # ---- expectation -------------------------------------------------------------------------------------------------

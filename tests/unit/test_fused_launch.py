@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cutlass_ops import AvgPool2d, MaxPool2d, Operator, Vector, operator, use_plan
 from cutlass_ops.fused import Fused, PackParams
 from cutlass_ops.loader import LoadedKernel
+from cutlass_ops.work import team_size
 
 from .fake_driver import STREAM, Cleared, FakeDriver, install
 from .records import FUSED_FIELDS, FUSED_NUMBERS, fused_records, problem, record, write_folder
@@ -190,9 +191,10 @@ def test_the_kernel_gets_the_results_numbers_and_address(gpu):
     assert y.shape == (3, 130, *size)
     assert pointer(fused, FUSED_FIELDS["output"]) == y.data_ptr()
     assert [found[name] for name in ("n", "k", "out_h", "out_w")] == [3, 130, *size]
-    assert (found["strips"], found["channel_blocks"]) == (3, 2)  # of 64 conv columns, of 128 channels
-    assert found["steps"] == (4 if gpu.pool == "none" else 3)  # of two conv rows; an odd one counts without a pool alone
-    assert (found["unit"] > 0) == (gpu.pool == "none")
+    # Steps of two conv rows x 64 columns, or one x 128 where rows are stored whole; of 128 channels
+    assert (found["strips"], found["channel_blocks"]) == (2 if gpu.pool == "none" else 3, 2)
+    assert found["steps"] == (7 if gpu.pool == "none" else 3)
+    assert found["unit"] == 0
     assert number(fused, FUSED_FIELDS["pool_scale"]) == (0.0 if gpu.pool == "none" else 0.25)
 
 
@@ -236,11 +238,23 @@ def walk(p, team, teams):
 
 
 @given(
-    n=st.integers(1, 40), h=st.integers(3, 60), w=st.integers(1, 40), k=st.integers(1, 400), sms=st.integers(40, 140), pooled=st.booleans()
+    n=st.integers(1, 40),
+    h=st.integers(3, 60),
+    w=st.integers(1, 40),
+    k=st.integers(1, 400),
+    sms=st.integers(40, 140),
+    # The pool, the kernel, the size of its filter and the rows of the result in a step.
+    choice=st.sampled_from(
+        [("avg", "c64_1x1", 1, 1), ("none", "c64_1x1", 1, 2), ("none", "c64_1x1_wide", 1, 1), ("none", "c16_3x3_shifted", 3, 2)]
+    ),
 )
-def test_the_teams_compute_every_step_once_and_fit_the_gpu(n, h, w, k, sms, pooled):
-    of = problem(x_shape=(n, 24, h + pooled, 4 * w), weight_shape=(k, 24, 1, 1), **({} if pooled else {"pool": None}))
-    (kernel,) = (r for r in fused_records("op", "avg" if pooled else "none") if r.variant[:3] == ("f32", "nchw", "1x1"))
+def test_the_teams_compute_every_step_once_and_fit_the_gpu(n, h, w, k, sms, choice):
+    pool, name, size, rows_of_step = choice
+    pooled = pool == "avg"
+    shape = (n, 12, h + pooled + size - 1, 4 * w + size - 1)
+    of = problem(x_shape=shape, weight_shape=(k, 12, size, size), **({} if pooled else {"pool": None}))
+    (kernel,) = (r for r in fused_records("op", pool) if r.name == f"op_fused_f32_nchw_{name}")
+    assume(team_size(of, kernel) <= sms)
     pack = record("pack_f32_f16", "pack", ("f32", "f16"))
     with pytest.MonkeyPatch.context() as patch:
         install(patch, FakeDriver({}))
@@ -253,5 +267,5 @@ def test_the_teams_compute_every_step_once_and_fit_the_gpu(n, h, w, k, sms, pool
     teams = launch.grid // members
     done = [(image, step + i) for t in range(teams) for image, step, count in walk(found, t, teams) for i in range(count)]
     assert sorted(done) == sorted(itertools.product(range(n), range(found["steps"])))
-    rows = found["steps"] * (1 if pooled else 2)
-    assert 0 <= rows - found["out_h"] < (1 if pooled else 2)
+    assert (found["unit"] > 0) == name.startswith("c16")
+    assert 0 <= found["steps"] * rows_of_step - found["out_h"] < rows_of_step

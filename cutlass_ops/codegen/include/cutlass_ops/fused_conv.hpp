@@ -8,7 +8,8 @@
 //   producers    TMA by one thread: raw tiles of NCHW, or the ring's rows themselves for channels_last (zero outside the image and
 //                beyond C); for NCHW four warps also convert: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16
 //                cannot hold. Two such teams of four take turns at the slots where store warps make stores fast enough for it
-//   consumers    8 warps: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store
+//   consumers    8 warps: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store; 1 x 128 where wide
+//                rows are stored (lines.hpp)
 //   store warps  4, for few input channels without a pool (NCHW): they store what consumers leave in shared memory
 //
 // CTAs come in teams of strips x channel blocks that walk the same rows side by side: output rows of an odd width share
@@ -46,7 +47,7 @@ struct FusedConv : Tile_ {
       if constexpr (Tile::kStoreWarps) {
         for (int i = 0; i < Tile::kTiles; ++i) storage.run_full[i].init(2 * 32), storage.run_free[i].init(32);
       }
-      storage.finished.init(Tile::kThreads);
+      storage.turn[0].init(4), storage.turn[1].init(4), storage.finished.init(Tile::kThreads);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&params.input);
@@ -56,7 +57,6 @@ struct FusedConv : Tile_ {
       for (auto& loads : storage.loads)
         loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
       for (fused::Work work = storage.work; work.valid();) storage.slots += work.advance(params).count + Tile::kHalo;
-      for (auto& rest : storage.rest) rest = storage.work;
       storage.misfit_shift = 0;
       while (storage.slots >> storage.misfit_shift >= Tile::kMisfitWords * 32) ++storage.misfit_shift;
     }

@@ -5,18 +5,23 @@
 #include "cute/arch/mma_sm90_gmma.hpp"
 #include "cute/atom/mma_traits_sm90_gmma.hpp"
 #include "cutlass/arch/grid_dependency_control.h"
+#include "cutlass_ops/fused/lines.hpp"
 #include "cutlass_ops/fused/storer.hpp"
 #include "cutlass_ops/visitor_apply.hpp"
 
 namespace cutlass_ops::fused {
 
-// RS wgmma atoms: weights in registers, pixels in shared memory, both with K innermost. Columns: of the accumulators, 64 or 32.
+// RS wgmma atoms: weights in registers, pixels in shared memory, both with K innermost. Columns: of the accumulators.
 template <class Operand, int Columns>
 struct Atom;
+template <>
+struct Atom<cutlass::half_t, 128> : cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
 template <>
 struct Atom<cutlass::half_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
 template <>
 struct Atom<cutlass::half_t, 32> : cute::SM90::GMMA::MMA_64x32x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
+template <>
+struct Atom<cutlass::bfloat16_t, 128> : cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
 template <>
 struct Atom<cutlass::bfloat16_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
 
@@ -33,30 +38,48 @@ struct Consumer {
   CUTLASS_DEVICE static void mma(float (&d)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale, std::index_sequence<I...>) {
     Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
   }
+  template <class Atom, int N, size_t... I>
+  CUTLASS_DEVICE static void mma(float (&d)[N], float (&e)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale,
+                                 std::index_sequence<I...>) {
+    Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., e[I]..., scale);
+  }
 
-  // Issues all products of a step: conv row p reads ring rows p + r; those of the older slot come first. Rows of N * 2 columns.
-  template <int N>
-  CUTLASS_DEVICE static void multiply(float (&upper)[N], float (&lower)[N], Weights const& weights, uint32_t older, uint32_t newer) {
+  // Issues the products of a step with its input slots from First to Last. The accumulators' parts are two rows of the convolution, of
+  // N * 2 columns each, or columns from 0 and from 64 on of one row, where 32 + 32 a thread are one atom's. The first product of a
+  // part overwrites it.
+  template <int First, int Last, int N>
+  CUTLASS_DEVICE static void multiply(float (&upper)[N], float (&lower)[N], Weights const& weights, uint32_t const (&slots)[Last - First + 1]) {
     constexpr int kSwizzle = Tile::kPixelBytes == 128 ? 1 : 3;  // of 128 or of 32 bytes
+    constexpr bool kOneAtom = Tile::kWide && N == 32;
+    constexpr auto kAll = std::make_index_sequence<N>{};
+    bool begun[2] = {};
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int line = 0; line < Tile::R + 1; ++line)
+    for (int line = First * Tile::kRows; line < (Last + 1) * Tile::kRows; ++line) {
+      if (First < Last && line == (First + 1) * Tile::kRows) cute::warpgroup_commit_batch();
 #pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        int const r = line - p;
+      for (int p = 0; p < (kOneAtom ? 1 : 2); ++p) {
+        int const r = Tile::kWide ? line : line - p;
         if (r < 0 || r >= Tile::R) continue;
 #pragma unroll
         for (int s = 0; s < Tile::S; ++s)
 #pragma unroll
           for (int k = 0; k < Tile::kKSteps; ++k) {
+            int const pixel = line % Tile::kRows * Tile::kRingColumns + s + (Tile::kWide ? 64 * p : 0);
             cute::GmmaDescriptor b;
-            b.reg32_[0] = (line < 2 ? older : newer) + ((line & 1) * Tile::kRowBytes + s * Tile::kPixelBytes + k * 32) / 16;
+            b.reg32_[0] = slots[line / Tile::kRows - First] + (pixel * Tile::kPixelBytes + k * 32) / 16;
             b.reg32_[1] = uint32_t(kSwizzle) << 30 | (8 * Tile::kPixelBytes >> 4);  // bytes between groups of 8 pixels; base offset 0
-            auto const scale = r == 0 && s == 0 && k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;
-            mma<Atom<typename Tile::Operand, 2 * N>>(p ? lower : upper, weights[(r * Tile::S + s) * Tile::kKSteps + k], b, scale,
-                                                     std::make_index_sequence<N>{});
+            auto const scale = begun[p] ? cute::GMMA::ScaleOut::One : cute::GMMA::ScaleOut::Zero;
+            begun[p] = true;
+            auto const& a = weights[(r * Tile::S + s) * Tile::kKSteps + k];
+            if constexpr (kOneAtom) {
+              mma<Atom<typename Tile::Operand, 4 * N>>(upper, lower, a, b, scale, kAll);
+            } else {
+              mma<Atom<typename Tile::Operand, 2 * N>>(p ? lower : upper, a, b, scale, kAll);
+            }
           }
       }
+    }
     cute::warpgroup_commit_batch();
   }
   template <int N>
@@ -77,7 +100,7 @@ struct Consumer {
       warp = threadIdx.x / 32 - Tile::kProducerWarps, lane = threadIdx.x % 32, group = lane >> 2, quad = lane & 3;
       int const column_group = Tile::kColumnGroups == 2 ? warp / 4 : 0, channels = Tile::kColumnGroups == 2 ? warp % 4 : warp;
       channel0 = block * Tile::kOutputChannels + channels * 16;
-      column = (strip * Tile::kColumnGroups + column_group) * (Pool::kWindow ? 32 : 64);
+      column = (strip * Tile::kStrip + column_group * 64) / (Pool::kWindow ? 2 : 1);
     }
   };
   CUTLASS_DEVICE static State load_chain(Params const& params, int channel, float scale) {
@@ -95,7 +118,7 @@ struct Consumer {
       if (Pool::kWindow && !Tile::kChannelsLast) keep(columns), keep(channels), keep(pitch), keep(plane);
     }
     CUTLASS_DEVICE Element* start(Params const& params, Place const& place, Segment const& segment) const {
-      int const row = segment.step * (Pool::kWindow ? 1 : 2);
+      int const row = segment.step * (Pool::kWindow ? 1 : Tile::kRows);
       auto* output = static_cast<Element*>(params.output);
       if constexpr (Tile::kChannelsLast) {
         return output + ((int64_t(segment.image) * params.out_h + row) * params.out_w + place.column) * params.k + place.channel0;
@@ -147,6 +170,40 @@ struct Consumer {
           }
         }
       }
+    }
+  }
+
+  // The compiler makes two stores of it where addresses are chosen.
+  CUTLASS_DEVICE static void store_shared(uint32_t address, Pair const& pair) {
+    if constexpr (sizeof(Pair) == 8) {
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(float(pair.first)), "f"(float(pair.second)) : "memory");
+    } else {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(reinterpret_cast<uint32_t const&>(pair)) : "memory");
+    }
+  }
+
+  // Chain of a row's accumulators, into the warp's tile: of columns from `first` on, and of those 64 further.
+  template <int N>
+  CUTLASS_DEVICE static void stage_lines(Lines<Tile> const& lines, State const (&chain)[2], float const (&upper)[N], float const (&lower)[N],
+                                         uint8_t* staging, int first) {
+    int const lane = lane_index(), group = lane >> 2, quad = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const channel = group + 8 * i, phase = lines.phase(channel), start = lines.wrapped(lines.line(phase) + phase) + first + 2 * quad;
+      uint32_t const target = cute::cast_smem_ptr_to_uint(staging) + (channel * lines.pitch() + start) * int(sizeof(Element));
+#pragma unroll
+      for (int p = 0; p < 2; ++p)
+#pragma unroll
+        for (int b = 0; b < N / 4; ++b) {
+          int const j = 4 * b + 2 * i;
+          cutlass::Array<float, 2> accumulators;
+          accumulators[0] = p ? lower[j] : upper[j], accumulators[1] = p ? lower[j + 1] : upper[j + 1];
+          auto const values = Apply<Chain>::eval(chain[i], accumulators);
+          constexpr int kSize = int(sizeof(Element));
+          int const column = 64 * p + 8 * b;
+          uint32_t const ring = start + column >= Tile::kLineRing ? target - Tile::kLineRing * kSize : target;
+          store_shared(ring + column * kSize, Pair{Element(values[0]), Element(values[1])});
+        }
     }
   }
 
@@ -231,7 +288,7 @@ struct Consumer {
   }
 
   // Rows from a step on, of the image's result (without a pool).
-  CUTLASS_DEVICE static int rows_of(Params const& params, int step) { return params.out_h - 2 * step; }
+  CUTLASS_DEVICE static int rows_of(Params const& params, int step) { return params.out_h - Tile::kRows * step; }
 
   CUTLASS_DEVICE static void load_weights(Params const& params, Place const& place, Weights& weights) {
     uint4 const* fragments = params.weights + place.channel0 / 16 * Tile::kFragments * 32 + place.lane;
@@ -250,7 +307,7 @@ struct Consumer {
     uint32_t const pixel = (Tile::kShifted ? params.shift : 0) + (Tile::kColumnGroups == 2 ? column_group() * 64 : 0);
     return ((cute::cast_smem_ptr_to_uint(storage.ring) >> 4) + pixel * (Tile::kPixelBytes / 16)) | (1u << 16);
   }
-  static constexpr uint32_t kSlotUnits = 2 * Tile::kRowBytes / 16;
+  static constexpr uint32_t kSlotUnits = Tile::kRows * Tile::kRowBytes / 16;
 
   CUTLASS_DEVICE static void consume(Params const& params, SharedStorage& storage, Place const& place, Weights const& weights) {
     State const chain[2] = {load_chain(params, place.channel0 + place.group, params.scales[place.channel0 + place.group]),
@@ -261,53 +318,45 @@ struct Consumer {
     float upper[32], lower[32];
     uint32_t n = 0;
     [[maybe_unused]] uint32_t phase = 0;
-    // Without a pool a step's results are stored while the tensor cores work on the next step's. Where they go lies in shared memory
-    // meanwhile, and so does what is left of the work: registers are few.
-    [[maybe_unused]] bool staged = false;
-    auto const store_staged = [&] {
-      __syncwarp();
-      auto const& pending = storage.pending[place.warp];
-      store(params, to, place, staging, pending.output, pending.rows);
-      __syncwarp();
-    };
     // Whole addresses are cheaper than the registers of a pointer that is kept, but for pooled NCHW.
     constexpr bool kKeepsPointer = Pool::kWindow && !Tile::kChannelsLast;
-    Work work = Tile::kStoresLate ? storage.rest[place.warp] : storage.work;
-    while (work.valid()) {
+    for (Work work = storage.work; work.valid();) {
       Segment const segment = work.advance(params);
-      if constexpr (Tile::kStoresLate) {
-        __syncwarp();
-        if (place.lane == 0) storage.rest[place.warp] = work;
-        __syncwarp();
-      }
       Element* output = to.start(params, place, segment);
-      if constexpr (Tile::kStoresLate) {
-        auto& pending = storage.pending[place.warp];
-        if (place.lane == 0) pending.next = output, pending.next_rows = rows_of(params, segment.step);
-      }
-      if (Tile::kHalo) storage.slot_full[Use<Tile::kSlots>(n).index].wait(Use<Tile::kSlots>(n).phase);
+#pragma unroll
+      for (int i = 0; i < Tile::kHalo; ++i) storage.slot_full[Use<Tile::kSlots>(n + i).index].wait(Use<Tile::kSlots>(n + i).phase);
 #pragma unroll 1
       for (int left = segment.count; left > 0; --left, ++n) {
-        Use<Tile::kSlots> const older(n), newer(n + Tile::kHalo);
-        storage.slot_full[newer.index].wait(newer.phase);
-        multiply(upper, lower, weights, ring + older.index * kSlotUnits, ring + newer.index * kSlotUnits);
-        if constexpr (Tile::kStoresLate) {
-          if (staged) store_staged();
+        Use<Tile::kSlots> const newest(n + Tile::kHalo);
+        storage.slot_full[newest.index].wait(newest.phase);
+        uint32_t slots[Tile::kHalo + 1];
+#pragma unroll
+        for (int i = 0; i <= Tile::kHalo; ++i) slots[i] = ring + Use<Tile::kSlots>(n + i).index * kSlotUnits;
+        if (Tile::kTakesTurns) storage.turn[place.warp / 4].wait(phase ^ (place.warp < 4));
+        multiply<0, Tile::kHalo>(upper, lower, weights, slots);
+        if (Tile::kTakesTurns) {
+          if (place.lane == 0) storage.turn[place.warp < 4].arrive();
+          phase ^= 1;
         }
-        wait_for_products(upper, lower);
+        // The products with the oldest slot came first.
+        cute::warpgroup_wait<(Tile::kHalo > 0 ? 1 : 0)>();
         __syncwarp();
-        if (place.lane == 0) storage.slot_empty[older.index].arrive();
+        if (place.lane == 0) storage.slot_empty[Use<Tile::kSlots>(n).index].arrive();
+        wait_for_products(upper, lower);
         if constexpr (Tile::kStoreWarps) {
           stage_runs(storage, place, chain, upper, lower, phase);
           phase ^= 1;
-          continue;
-        }
-        stage(params, place, staging, chain, upper, lower, 0, 0);
-        stage(params, place, staging, chain, upper, lower, 16, 1);
-        if constexpr (Tile::kStoresLate) {
-          if (place.lane == 0) storage.pending[place.warp].advance(2 * to.pitch);
-          staged = true;
+        } else if constexpr (Tile::kWide) {
+          int const step = segment.step + segment.count - left;
+          uint8_t* tile = storage.staging[warp_index() - Tile::kProducerWarps];
+          Lines<Tile> const lines(params, place, {segment.image, step, 1}, left == segment.count, left == 1);
+          stage_lines(lines, chain, upper, lower, tile, 0);
+          __syncwarp();
+          lines.store(tile);
+          __syncwarp();
         } else {
+          stage(params, place, staging, chain, upper, lower, 0, 0);
+          stage(params, place, staging, chain, upper, lower, 16, 1);
           int const step = segment.step + segment.count - left;
           if (!kKeepsPointer) output = to.start(params, place, {segment.image, step, 1});
           __syncwarp();
@@ -316,14 +365,10 @@ struct Consumer {
         }
         if (kKeepsPointer) output += to.step(params);
       }
-      if (Tile::kHalo) {
+#pragma unroll
+      for (int i = 0; i < Tile::kHalo; ++i, ++n) {
         if (place.lane == 0) storage.slot_empty[Use<Tile::kSlots>(n).index].arrive();
-        ++n;
       }
-      if constexpr (Tile::kStoresLate) work = storage.rest[place.warp];
-    }
-    if constexpr (Tile::kStoresLate) {
-      if (staged) store_staged();
     }
   }
 };

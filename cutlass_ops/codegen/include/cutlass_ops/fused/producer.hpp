@@ -39,11 +39,11 @@ struct Producer {
   // By one thread: the load of the team's next slot, if there is one. Its state lies in shared memory: registers are few.
   CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage, int team) {
     auto& next = storage.loads[team];
-    for (bool mine = false; !mine; ++next.n, --next.left, next.row += 2) {
+    for (bool mine = false; !mine; ++next.n, --next.left, next.row += Tile::kRows) {
       if (!next.left) {
         if (!next.work.valid()) return;
         Segment const segment = next.work.advance(params);
-        next.image = segment.image, next.row = 2 * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
+        next.image = segment.image, next.row = Tile::kRows * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
       }
       mine = int(next.n % Tile::kTeams) == team;
       if (mine) load(params, storage, next.n, next.image, next.row, next.column);
@@ -82,18 +82,6 @@ struct Producer {
     for (int j = 1; j < 4; ++j) most = __hmax2_nan(most, __hmax2_nan(magnitudes(even[j]), magnitudes(odd[j])));
     return most;
   }
-  CUTLASS_DEVICE static int lane_index() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // volatile: addresses are computed anew instead of kept, and spilled
-    return lane;
-  }
-
-  CUTLASS_DEVICE static int converter_index() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return int(thread / 32);
-  }
-
   // A lane's way through a raw tile and the slot that it becomes: two pixels x 8 channels a turn. K position 8 * c + j of a pixel
   // holds input channel c + kChunks * j, which makes the reads conflict-free; the packed weights have the same order. All that
   // is kept is moved from turn to turn: registers are few.
@@ -157,13 +145,13 @@ struct Producer {
     for (int lanes = kPairs; lanes < 32; lanes *= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, lanes));
     bool const misfit = (most > 0.f && most < kSmallestSafeMaximum) || !(most <= kFp16Max);
     if (__any_sync(0xffffffffu, misfit)) small = kStraysAllowed + 1;
-    if (lane_index() == 0) strays[converter_index()] += small;
+    if (lane_index() == 0) strays[warp_index()] += small;
   }
 
   // A raw tile into a slot, by all converters in turns. few: all channels from 8 on are padding.
   CUTLASS_DEVICE static void convert(uint32_t raw, uint32_t slot, [[maybe_unused]] bool few, int32_t (&strays)[Tile::kProducerWarps]) {
 #pragma unroll 1
-    for (Walk<Tile::kConverters> walk(raw, slot, converter_index() % Tile::kConverters); walk.valid(); walk.advance()) {
+    for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kConverters); walk.valid(); walk.advance()) {
       uint32_t even[4], odd[4];
       [[maybe_unused]] bool suspect = false;
       if constexpr (Tile::kGuarded) {
@@ -208,7 +196,7 @@ struct Producer {
     return cute::cast_smem_ptr_to_uint(storage.raw) + index * Tile::kRawBytes;
   }
   CUTLASS_DEVICE static uint32_t slot_address(SharedStorage& storage, uint32_t index) {
-    return cute::cast_smem_ptr_to_uint(storage.ring) + index * 2 * Tile::kRowBytes;
+    return cute::cast_smem_ptr_to_uint(storage.ring) + index * Tile::kRows * Tile::kRowBytes;
   }
   // Hands a slot over to the consumers' wgmmas, which read through another proxy.
   CUTLASS_DEVICE static void hand_over(SharedStorage& storage, uint32_t slot) {
@@ -219,9 +207,9 @@ struct Producer {
 
   // The count of slots lies in shared memory: a register more would spill.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
-    auto const count = [&]() -> uint32_t volatile& { return storage.converted[converter_index()]; };
-    auto const team = [&] { return converter_index() / Tile::kConverters; };
-    auto const loads = [&] { return converter_index() % Tile::kConverters == 3 && lane_index() == 0; };
+    auto const count = [&]() -> uint32_t volatile& { return storage.converted[warp_index()]; };
+    auto const team = [&] { return warp_index() / Tile::kConverters; };
+    auto const loads = [&] { return warp_index() % Tile::kConverters == 3 && lane_index() == 0; };
     if (loads()) {
       for (int i = 0; i < Tile::kRawStages / Tile::kTeams - 1; ++i) load_next(params, storage, team());
     }
@@ -242,7 +230,7 @@ struct Producer {
       __syncwarp();
       if (lane_index() == 0) {
         if constexpr (Tile::kGuarded) {
-          int32_t& strays = storage.strays[converter_index()];
+          int32_t& strays = storage.strays[warp_index()];
           if (strays > kStraysAllowed) {
             uint32_t const bit = n >> storage.misfit_shift;
             atomicOr(&storage.misfits[bit / 32], 1u << (bit % 32));

@@ -21,12 +21,17 @@ struct Redo {
   static constexpr int kBinades = 28, kTop = 14;  // the largest value is scaled to [2^14, 2^15)
   static constexpr int kConverters = Tile::kConverters - 1;  // here the first of the producer warps loads, and nothing else
   static constexpr int kInputs = Tile::kHalo + 1;  // slots of a step
-  static_assert(kInputs <= Tile::kRawStages && 2 * kInputs <= Tile::kSlots);
   static constexpr uint32_t kInfinity = 0x7f800000u;
 
   CUTLASS_DEVICE static bool marked(SharedStorage const& storage, uint32_t slot) {
     uint32_t const bit = slot >> storage.misfit_shift;
     return storage.misfits[bit / 32] >> (bit % 32) & 1;
+  }
+  CUTLASS_DEVICE static bool reads_marked(SharedStorage const& storage, uint32_t slot) {
+    bool any = false;
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) any |= marked(storage, slot + k);
+    return any;
   }
   // Calls visit(segment, step, how many came before) for every marked step.
   template <class Visit>
@@ -36,18 +41,18 @@ struct Redo {
       Segment const segment = work.advance(params);
 #pragma unroll 1
       for (int i = 0; i < segment.count; ++i, ++slot)
-        if (marked(storage, slot) || marked(storage, slot + Tile::kHalo)) visit(segment, i, count++);
+        if (reads_marked(storage, slot)) visit(segment, i, count++);
       slot += Tile::kHalo;
     }
   }
 
-  // Raw tiles of the marked steps; they follow the others in the ring.
+  // Raw tiles of the marked steps; they follow the others in the ring. Both halves of a step read them all.
   CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage) {
     for_each(params, storage, [&](Segment const& segment, int i, uint32_t count) {
 #pragma unroll 1
-      for (int k = 0; k < kInputs; ++k) {
-        int const row = 2 * (segment.step + i + k) - params.padding_h;
-        uint32_t const n = storage.slots + count * kInputs + k;
+      for (int tile = 0; tile < 2 * kInputs; ++tile) {
+        int const row = Tile::kRows * (segment.step + i + tile % kInputs) - params.padding_h;
+        uint32_t const n = storage.slots + count * 2 * kInputs + tile;
         Produce::load(params, storage, n, segment.image, row, storage.loads[0].column);
         storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();  // as a converter, which this warp is not here
       }
@@ -56,9 +61,9 @@ struct Redo {
 
   CUTLASS_DEVICE static float power_of_two(int exponent) { return __uint_as_float(uint32_t(max(exponent, -126) + 127) << 23); }
 
-  // Where a converter is: how many halves of marked steps are left, uses of both rings and of `found`. In shared memory: registers are few.
+  // Where a converter is: how many raw tiles are left, uses of both rings and of `found`. In shared memory: registers are few.
   CUTLASS_DEVICE static auto& own(SharedStorage& storage) { return storage.redo[converter_index()]; }
-  CUTLASS_DEVICE static int converter_index() { return Produce::converter_index() - 1; }
+  CUTLASS_DEVICE static int converter_index() { return warp_index() - 1; }
 
   // The largest of what the converters found.
   CUTLASS_DEVICE static uint32_t largest_of_all(SharedStorage& storage, uint32_t mine) {
@@ -105,59 +110,48 @@ struct Redo {
     return rest;
   }
 
-  // Raw tiles come in the marked steps' order, so that their number is all that a converter must know.
+  // Raw tiles come in the order that consumers need them in, so that their number is all that a converter must know.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
     uint32_t marked = 0;
     for_each(params, storage, [&](Segment const&, int, uint32_t) { ++marked; });
-    if (Produce::lane_index() == 0) own(storage) = {2 * marked, storage.slots, storage.slots, 0};
+    if (lane_index() == 0) own(storage) = {marked * 2 * kInputs, storage.slots, storage.slots, 0};
     __syncwarp();
     while (own(storage).left) {
-#pragma unroll 1
-      for (int k = 0; k < kInputs; ++k) {
-        Use<Tile::kRawStages> const raw(own(storage).tiles + k);
-        storage.raw_full[raw.index].wait(raw.phase);
-      }
-      convert_half(storage);
-      if (Produce::lane_index() == 0 && --own(storage).left % 2 == 0) {
-#pragma unroll 1
-        for (int k = 0; k < kInputs; ++k) storage.raw_empty[Use<Tile::kRawStages>(own(storage).tiles + k).index].arrive();
-        own(storage).tiles += kInputs;
+      Use<Tile::kRawStages> const raw(own(storage).tiles);
+      storage.raw_full[raw.index].wait(raw.phase);
+      convert_tile(storage);
+      if (lane_index() == 0) {
+        storage.raw_empty[Use<Tile::kRawStages>(own(storage).tiles).index].arrive();
+        ++own(storage).tiles, --own(storage).left;
       }
       __syncwarp();
     }
   }
 
-  // The passes of half a step, from the largest values to the smallest.
-  CUTLASS_DEVICE static void convert_half(SharedStorage& storage) {
+  // The passes of a raw tile, from the largest values to the smallest.
+  CUTLASS_DEVICE static void convert_tile(SharedStorage& storage) {
     uint32_t rest = 0, limit = kInfinity;
-#pragma unroll 1
-    for (int k = 0; k < kInputs; ++k) rest = max(rest, convert(raw_address(storage, own(storage).tiles + k), 0, kInfinity, kInfinity, 0, false));
+    rest = convert(raw_address(storage, own(storage).tiles), 0, kInfinity, kInfinity, 0, false);
     uint32_t largest = largest_of_all(storage, rest);
     bool last;
     do {
       // Subnormal numbers have the exponent of the smallest normal one.
       int const exponent = max(int(largest >> 23), 1) - 127;
       uint32_t const low = exponent > kBinades - 126 ? uint32_t(exponent - kBinades + 128) << 23 : 0;
-      rest = 0;
-#pragma unroll 1
-      for (int k = 0; k < kInputs; ++k) {
-        Use<Tile::kSlots> const slot(own(storage).slots + k);
+      {
+        Use<Tile::kSlots> const slot(own(storage).slots);
         storage.slot_empty[slot.index].wait(slot.phase ^ 1);
-        uint32_t const raw = raw_address(storage, own(storage).tiles + k);
-        rest = max(rest, convert(raw, Produce::slot_address(storage, slot.index), low, limit, kTop - exponent, true));
+        uint32_t const raw = raw_address(storage, own(storage).tiles);
+        rest = convert(raw, Produce::slot_address(storage, slot.index), low, limit, kTop - exponent, true);
       }
       largest = largest_of_all(storage, rest);
       limit = low, last = largest == 0;
-      uint32_t const slots = own(storage).slots;
-      if (threadIdx.x == 32) storage.pass[Use<Tile::kSlots>(slots).index] = make_int2(exponent - kTop, last);
-#pragma unroll 1
-      for (int k = 0; k < kInputs; ++k) {
-        uint32_t const slot = Use<Tile::kSlots>(slots + k).index;
-        Produce::hand_over(storage, slot);
-        if (threadIdx.x == 32) storage.slot_full[slot].arrive();  // for the warp that loads
-      }
+      uint32_t const slot = Use<Tile::kSlots>(own(storage).slots).index;
+      if (threadIdx.x == 32) storage.pass[slot] = make_int2(exponent - kTop, last);
+      Produce::hand_over(storage, slot);
+      if (threadIdx.x == 32) storage.slot_full[slot].arrive();  // for the warp that loads
       __syncwarp();
-      if (Produce::lane_index() == 0) own(storage).slots = slots + kInputs;
+      if (lane_index() == 0) ++own(storage).slots;
       __syncwarp();
     } while (!last);
   }
@@ -174,42 +168,57 @@ struct Redo {
     auto* staging = storage.staging[place.warp];
     uint32_t const ring = Consume::ring_base(params, storage, place);
     for_each(params, storage, [&](Segment const& segment, int i, uint32_t) {
+      Segment const step{segment.image, segment.step + i, 1};
+      Lines<Tile> const lines(params, place, step, true, true);  // of a wide tile
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sums[2][16] = {};
-        bool last;
-        do {
-          Use<Tile::kSlots> const older(n), newer(n + Tile::kHalo);
-          for (int k = 0; k < kInputs; ++k) storage.slot_full[Use<Tile::kSlots>(n + k).index].wait(Use<Tile::kSlots>(n + k).phase);
-          int2 const pass = storage.pass[older.index];
-          float upper[16], lower[16];
-          uint32_t const start = ring + half * 32 * (Tile::kPixelBytes / 16);
-          Consume::multiply(upper, lower, weights, start + older.index * Consume::kSlotUnits, start + newer.index * Consume::kSlotUnits);
-          Consume::wait_for_products(upper, lower);
-          __syncwarp();
-          if (place.lane == 0)
-            for (int k = 0; k < kInputs; ++k) storage.slot_empty[Use<Tile::kSlots>(n + k).index].arrive();
-          n += kInputs, last = pass.y;
+        // The passes of an input slot.
+        auto const add = [&](auto input) {
+          constexpr int kInput = decltype(input)::value;
+          bool last;
+          do {
+            Use<Tile::kSlots> const slot(n++);
+            storage.slot_full[slot.index].wait(slot.phase);
+            int2 const pass = storage.pass[slot.index];
+            float upper[16], lower[16];
+            Consume::template multiply<kInput, kInput>(upper, lower, weights,
+                                                       {ring + half * 32 * (Tile::kPixelBytes / 16) + slot.index * Consume::kSlotUnits});
+            Consume::wait_for_products(upper, lower);
+            __syncwarp();
+            if (place.lane == 0) storage.slot_empty[slot.index].arrive();
+            last = pass.y;
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            int const exponent = min(max(pass.x + ilogbf(params.scales[channels[c]]), -252), 254);
-            float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+            for (int c = 0; c < 2; ++c) {
+              int const exponent = min(max(pass.x + ilogbf(params.scales[channels[c]]), -252), 254);
+              float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
 #pragma unroll
-            for (int b = 0; b < 4; ++b)
+              for (int b = 0; b < 4; ++b)
 #pragma unroll
-              for (int j = 4 * b + 2 * c; j < 4 * b + 2 * c + 2; ++j) {
-                sums[0][j] += upper[j] * first * second;
-                sums[1][j] += lower[j] * first * second;
-              }
-          }
-        } while (!last);
+                for (int j = 4 * b + 2 * c; j < 4 * b + 2 * c + 2; ++j) {
+                  sums[0][j] += upper[j] * first * second;
+                  sums[1][j] += lower[j] * first * second;
+                }
+            }
+          } while (!last);
+        };
+        add(std::integral_constant<int, 0>{});
+        if constexpr (kInputs > 1) add(std::integral_constant<int, 1>{});
+        if constexpr (kInputs > 2) add(std::integral_constant<int, 2>{});
         typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
-        Consume::stage(params, place, staging, chain, sums[0], sums[1], 0, half);
+        if constexpr (Tile::kWide) {
+          Consume::stage_lines(lines, chain, sums[0], sums[1], staging, half * 32);
+        } else {
+          Consume::stage(params, place, staging, chain, sums[0], sums[1], 0, half);
+        }
       }
       __syncwarp();
-      typename Consume::Store const to(params, place);
-      auto* output = to.start(params, place, {segment.image, segment.step + i, 1});
-      Consume::store(params, to, place, staging, output, Consume::rows_of(params, segment.step + i));
+      if constexpr (Tile::kWide) {
+        lines.store(staging);
+      } else {
+        typename Consume::Store const to(params, place);
+        Consume::store(params, to, place, staging, to.start(params, place, step), Consume::rows_of(params, step.step));
+      }
       __syncwarp();
     });
   }

@@ -47,8 +47,8 @@ struct Work {
 // Element: of x and the result, float, half_t or bfloat16_t. ChannelsLast: their layout. Channels: input channels in shared
 // memory, 64 or 16; smaller problems are padded there. Shifted: NCHW only, for a start that is no multiple of 16 bytes: TMA
 // reads from 16-byte aligned addresses only (anything else is an illegal instruction), so that the tile starts up to 15 bytes
-// early and is wider; the kernel without costs less.
-template <class Element_, bool ChannelsLast_, int Channels_, int R_, int S_, bool Shifted_, class Pool_>
+// early and is wider; the kernel without costs less. Wide: NCHW without a pool, of results wider than 64 columns.
+template <class Element_, bool ChannelsLast_, int Channels_, int R_, int S_, bool Shifted_, bool Wide_, class Pool_>
 struct Tile {
   using Element = Element_;
   using Pool = Pool_;
@@ -56,38 +56,45 @@ struct Tile {
   static constexpr bool kChannelsLast = ChannelsLast_, kShifted = Shifted_;
   // Converters bring NCHW into the ring; TMA alone brings channels_last.
   static constexpr bool kConverts = !kChannelsLast;
+  // A step is one row of 128 columns instead of two of 64, for 64 input channels without a pool (NCHW): rows are written whole.
+  static constexpr bool kWide = Wide_;
+  static constexpr int kRows = kWide ? 1 : 2;  // of the convolution a step, and of the input a slot
   // fp32 values that fp16 cannot hold are computed again (redo.hpp).
   static constexpr bool kGuarded = cute::is_same_v<Element, float>;
   static constexpr int R = R_, S = S_, kChannels = Channels_, kTaps = R * S, kKSteps = kChannels / 16, kFragments = kTaps * kKSteps;
-  static_assert((R == 3 || R == 1) && (S == 3 || S == 1), "a step reads R / 2 + 1 ring slots of two rows");
+  static_assert((R == 3 || R == 1) && (S == 3 || S == 1), "a step shares whole ring slots with the next");
   static_assert(kChannels == 64 || kChannels == 16, "a pixel is a row of the 128-byte or of the 32-byte swizzle");
-  static_assert(!(kChannelsLast && kShifted));
+  static_assert(!(kChannelsLast && kShifted) && !(kWide && (kChannelsLast || Pool::kWindow || kChannels != 64)));
 
   // Two consumer warpgroups of 64 output channels x 64 columns: side by side in channels where the weights of 64 input channels
   // fill the registers, in columns where there are few input channels (rows of the result are then written whole).
   static constexpr int kChannelGroups = kChannels == 64 ? 2 : 1, kColumnGroups = 2 / kChannelGroups;
-  static constexpr int kOutputChannels = 64 * kChannelGroups, kStrip = 64 * kColumnGroups;
+  static constexpr int kOutputChannels = 64 * kChannelGroups, kStrip = kWide ? 128 : 64 * kColumnGroups;
   // Few input channels leave registers for warps that only store (storer.hpp).
   static constexpr int kStoreWarps = !Pool::kWindow && !kChannelsLast && kChannels == 16 ? 4 : 0;
-  // Where consumers store themselves what is not pooled, they do so while the tensor cores work on the next step.
-  static constexpr bool kStoresLate = !Pool::kWindow && !kChannelsLast && !kStoreWarps && sizeof(Element) == 4;
+  // The warpgroups take turns at the tensor cores, so that one runs chain and stores while the other multiplies. Left to themselves they
+  // fall into step within five steps, since stores are slower beside the other's products, and then the tensor cores wait for both.
+  // Where fp32 is pooled, stores are few and it does not pay; with few products a step neither (docs/performance.md).
+  static constexpr bool kTakesTurns = kChannels == 64 && R == 3 && !(Pool::kWindow && sizeof(Element) == 4);
   // Four warps convert a slot. Where stores are not in the consumers' way, two such teams take turns.
   static constexpr int kConsumerWarps = 8, kConverters = 4, kTeams = kStoreWarps ? 2 : 1, kProducerWarps = kTeams * kConverters;
   static constexpr int kThreads = 32 * (kProducerWarps + kConsumerWarps + kStoreWarps);
-  static constexpr int kHalo = R / 2;  // slots that a step shares with the next
+  static constexpr int kHalo = (R - 1) / kRows;  // slots that a step shares with the next
 
   static constexpr int kAlignment = 16 / int(sizeof(Element));  // columns
   static constexpr int kColumns = kStrip + S - 1 + (kShifted ? kAlignment - 1 : 0);  // that a step needs
   static constexpr int kRingColumns = (kColumns + 7) / 8 * 8;                         // rows of whole swizzle atoms
   // NCHW: two rows of fp32 are no multiple of the 32 banks; 16 channels: whole turns of the converters.
-  static constexpr int kFloatColumns = kShifted ? 76 : 68;
+  static constexpr int kFloatColumns = kWide ? 136 : kShifted ? 76 : 68;
   static constexpr int kBoxColumns = kChannelsLast ? kColumns : kChannels == 16 ? 144 : sizeof(Element) == 4 ? kFloatColumns : kRingColumns;
-  static constexpr int kBoxPixels = 2 * kBoxColumns;
+  static constexpr int kBoxPixels = kRows * kBoxColumns;
   static_assert(kColumns <= kBoxColumns && (!kConverts || (kBoxColumns * sizeof(Element)) % 16 == 0));
   static constexpr int kPixelBytes = kChannels * 2, kRowBytes = kRingColumns * kPixelBytes;
   static_assert(kRowBytes % (8 * kPixelBytes) == 0);
-  // Reading further ahead gets in the way of the stores; a stage a team is on its way, and one is converted.
-  static constexpr int kSlots = kConverts ? 4 : 8, kRawStages = kConverts ? 2 * kTeams : 1;
+  // A stage a team is on its way, and one is converted. With few input channels reading further ahead gets in the way of the stores; where
+  // warpgroups take turns and shared memory is left, it helps (16-bit NCHW, pooled: 0.45 -> 0.40).
+  static constexpr bool kReadsAhead = kConverts && kChannels == 64 && !kWide && sizeof(Element) == 2;
+  static constexpr int kSlots = kReadsAhead ? 6 : kConverts ? 4 : 8, kRawStages = kReadsAhead ? 3 : kConverts ? 2 * kTeams : 1;
   static constexpr int kRawBytes = kConverts ? kChannels * kBoxPixels * int(sizeof(Element)) : 128;
   // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
   static constexpr int kProducerRegisters = kChannels == 64 ? 24 : kStoreWarps ? 64 : 72;
@@ -95,7 +102,7 @@ struct Tile {
   static constexpr int kMisfitWords = 256;
 
   // For the layout table: a step's conv outputs x output channels x input channels, its columns in the result.
-  static constexpr int kStages = kSlots, kTile[3] = {2 * kStrip, kOutputChannels, kChannels};
+  static constexpr int kStages = kSlots, kTile[3] = {kRows * kStrip, kOutputChannels, kChannels};
   static constexpr int kEpilogueTile[2] = {Pool::kWindow ? kStrip / 2 : kStrip, kOutputChannels};
 
   using Full = cutlass::arch::ClusterTransactionBarrier;
@@ -109,20 +116,24 @@ struct Tile {
   struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
   };
+  // A channel of a wide tile (lines.hpp): a ring of a row and a line, and up to 48 bytes between channels.
+  static constexpr int kLine = 128 / int(sizeof(Element)), kLineRing = kStrip + kLine;
+  static constexpr int kLinesBytes = 16 * (kLineRing * int(sizeof(Element)) + 48);
   // A tile of the store warps: 8 channels x 2 rows x 128 columns. It also holds what redo.hpp stages.
   static constexpr int kTiles = kStoreWarps ? kConsumerWarps : 1;
   static constexpr int kRunPitch = 264, kRunBytes = 8 * kRunPitch * int(sizeof(Element));
   static constexpr int kStagingBytes = kChannelsLast     ? kPixels * kStagingPixel * 2
                                        : Pool::kWindow   ? 16 * kStagingPitch * 4
+                                       : kWide           ? kLinesBytes
                                        : kStoreWarps > 0 ? cute::max(kRunBytes, kRowsBytes)
                                                          : kRowsBytes;
 
   struct SharedStorage {
-    alignas(1024) uint8_t ring[kSlots][2][kRowBytes];
+    alignas(1024) uint8_t ring[kSlots][kRows][kRowBytes];
     alignas(128) uint8_t raw[kRawStages][kRawBytes];
     alignas(16) uint8_t staging[kConsumerWarps][kStagingBytes];
     Full raw_full[kRawStages], slot_full[kSlots];
-    Barrier raw_empty[kRawStages], slot_empty[kSlots], finished;
+    Barrier raw_empty[kRawStages], slot_empty[kSlots], turn[2], finished;
     Barrier run_full[kTiles], run_free[kTiles];  // storer.hpp
     uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
     int32_t strays[kProducerWarps];                 // small values that a converter let pass in a slot
@@ -138,12 +149,6 @@ struct Tile {
     } redo[kConverters];                            // redo.hpp
     int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the step's last}
     int32_t any_misfit;
-    Work rest[kStoresLate ? kConsumerWarps : 1];  // of the CTA's work, that a warp has not begun
-    struct {
-      Element *output, *next;  // where the results in a warp's staging tile go, and the next ones of the segment
-      int rows, next_rows;     // that are left of the image there
-      CUTLASS_DEVICE void advance(int elements) { output = next, rows = next_rows, next += elements, next_rows -= 2; }
-    } pending[kStoresLate ? kConsumerWarps : 1];
     Work work;        // all of the CTA's
     uint32_t slots;   // that it reads
     uint32_t misfit_shift;  // slots of a bit in `misfits`, as a power of two
@@ -171,10 +176,21 @@ struct Params {
   int32_t box_bytes;             // of a slot's loads
 };
 
-// Stage and phase of a ring's n-th use. A power of two, so that producers keep one counter for both rings.
+// Volatile: what follows from them is computed anew instead of kept, and spilled.
+CUTLASS_DEVICE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+CUTLASS_DEVICE int warp_index() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return int(thread / 32);
+}
+
+// Stage and phase of a ring's n-th use.
 template <int Stages>
 struct Use {
-  static_assert((Stages & (Stages - 1)) == 0);
   uint32_t index, phase;
   CUTLASS_DEVICE explicit Use(uint32_t n) : index(n % Stages), phase(n / Stages % 2) {}
 };

@@ -1,0 +1,89 @@
+// Whole rows of results without a pool leave in whole 128-byte lines.
+//
+// Rows that follow each other in a plane are one stream, and a row's end is a line's as good as never. A line that is written in two
+// pieces costs L2 twice and DRAM more. So what a row leaves of its last line waits in the warp's tile until the next row completes it: the
+// tile of a channel is a ring of a row and a line.
+#pragma once
+
+#include "cutlass_ops/fused/tile.hpp"
+
+namespace cutlass_ops::fused {
+
+// A row of a warp's 16 channels.
+template <class Tile>
+struct Lines {
+  using Element = typename Tile::Element;
+  using Pair = typename Tile::Pair;
+  static constexpr int kLine = Tile::kLine, kRing = Tile::kLineRing, kPiece = 16 / int(sizeof(Element));
+
+  Element* output;  // of the first channel
+  int plane;        // elements from channel to channel
+  int channels, width;
+  int at;            // the row's place in the ring of a plane that begins at a line
+  bool first, last;  // of a segment: what lies before or after in the line is another CTA's
+
+  template <class Params, class Place>
+  CUTLASS_DEVICE Lines(Params const& params, Place const& place, Segment const& step, bool first_, bool last_) {
+    plane = params.out_h * params.out_w;
+    uint32_t const offset = step.step * params.out_w + place.column;
+    output = static_cast<Element*>(params.output) + int64_t(step.image * params.k + place.channel0) * plane + offset;
+    channels = min(16, params.k - place.channel0), width = min(Tile::kStrip, params.out_w - place.column);
+    at = int(offset % kRing);
+    // Rows of an image that is wider than a strip do not follow each other.
+    bool const alone = params.out_w > Tile::kStrip;
+    first = first_ || alone, last = last_ || alone;
+  }
+
+  CUTLASS_DEVICE static int wrapped(int place) { return place >= kRing ? place - kRing : place; }
+  // Elements from channel to channel in the tile: free of bank conflicts for what accumulators hold, 4 groups of lanes x 8 words at a
+  // time (of 16 bits: 8 x 4), given that channels are `plane` apart in the stream as well.
+  CUTLASS_DEVICE int pitch() const { return kRing + ((8 - plane) & (sizeof(Element) == 4 ? 12 : 8)); }
+  // Where a channel's row begins in its line, and the place of that line. Phases below that of `at` are of the line after.
+  CUTLASS_DEVICE int phase(int channel) const {
+    return int((uint32_t(reinterpret_cast<uintptr_t>(output) / sizeof(Element)) + uint32_t(channel) * plane) & (kLine - 1));
+  }
+  CUTLASS_DEVICE int line(int phase) const { return wrapped((at & -kLine) + (phase < (at & (kLine - 1)) ? kLine : 0)); }
+
+  // In assembly: the compiler loads under the condition of the store, one after the other, behind branches.
+  CUTLASS_DEVICE static void load(uint32_t (&v)[4], uint32_t address) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+  }
+  CUTLASS_DEVICE static void store_if(bool condition, uintptr_t address, uint32_t const (&v)[4]) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(int(condition)), "l"(address),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  }
+
+  // The lines that the row completes; where a segment begins or ends as far as it goes.
+  CUTLASS_DEVICE void store(uint8_t const* staging) const {
+    int const lane = lane_index();
+    if (channels == 16 && !first && !last) {
+      int const piece = lane * kPiece, least = at & (kLine - 1);
+      uint32_t source = cute::cast_smem_ptr_to_uint(staging);
+      uint32_t const place = wrapped(at - least + piece) * int(sizeof(Element)), after = wrapped(at - least + kLine + piece) * int(sizeof(Element));
+      uintptr_t row = reinterpret_cast<uintptr_t>(output);
+      constexpr int kAhead = 4;  // loads in flight
+#pragma unroll
+      for (int channel = 0; channel < 16; channel += kAhead) {
+        uint32_t values[kAhead][4];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i, source += pitch() * int(sizeof(Element)))
+          load(values[i], source + (phase(channel + i) < least ? after : place));
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i, row += uint32_t(plane) * sizeof(Element))
+          store_if(piece < ((phase(channel + i) + width) & -kLine), (row & ~uintptr_t(127)) + lane * 16, values[i]);
+      }
+      return;
+    }
+    auto const* tile = reinterpret_cast<Element const*>(staging);
+    Element* target = output;
+#pragma unroll 1
+    for (int channel = 0; channel < channels; ++channel, target += plane, tile += pitch()) {
+      int const start = phase(channel), begin = first ? start : 0, end = last ? start + width : (start + width) & -kLine;
+#pragma unroll 1
+      for (int i = 2 * lane; i < end; i += 64)
+        if (i >= begin) *reinterpret_cast<Pair*>(target - start + i) = *reinterpret_cast<Pair const*>(tile + wrapped(line(start) + i));
+    }
+  }
+};
+
+}  // namespace cutlass_ops::fused
