@@ -40,6 +40,12 @@ FIELDS: dict[str, frozenset[str]] = {
     ),
 }
 
+#: Bytes of the fields that are no number of 4: TMA descriptors, and addresses.
+_SIZES: dict[str, dict[str, int]] = {
+    "implicit_gemm": {"activation": 128, "filter": 128, "output": 128, "guard": 8},
+    "fused": {"input": 128, "weights": 8, "scales": 8, "output": 8},
+}
+
 #: Lengths of variant, tile and epilogue_tile by family: selection and launches index them.
 _LENGTHS: dict[str, tuple[int, int, int]] = {"implicit_gemm": (1, 3, 2), "fused": (5, 3, 2)}
 _LENGTHS |= {"convert": (2, 0, 0), "pack": (2, 0, 0), "pool": (2, 0, 0)}
@@ -111,10 +117,6 @@ class KernelRecord:
                 raise TypeError(f"{self.name}: expected {field.name} to be {kind.__name__}, got {value!r}")
         if not all(type(v) is str for v in self.variant) or not all(type(v) is int for v in self.tile + self.epilogue_tile):
             raise TypeError(f"{self.name}: expected names as variant and numbers as tiles, got {self.variant}, {self.tile}")
-        offsets = [o for named in (self.fields, self.vectors, self.scalars) for o in named.values()]
-        for offset in offsets + [o for o, _ in self.constants]:
-            if type(offset) is not int or not 0 <= offset <= self.params_size - 4:
-                raise ValueError(f"{self.name}: expected offsets within a parameter of {self.params_size} bytes, got {offset!r}")
         expected, found = FIELDS.get(self.family, self.fields.keys()), self.fields.keys()
         if found != expected:
             raise ValueError(
@@ -123,7 +125,23 @@ class KernelRecord:
             )
         if self.threads < 1 or self.shared_memory < 0:
             raise ValueError(f"{self.name}: expected threads and shared memory, got {self.threads} and {self.shared_memory}")
+        self._check_offsets()
         self._check_tiles()
+
+    def _check_offsets(self) -> None:
+        """Raise where what the loader writes leaves the parameter or meets something else in it."""
+        sizes = _SIZES.get(self.family, {})
+        written = [(offset, sizes.get(name, 4)) for name, offset in self.fields.items()]
+        written += [(offset, 8) for offset in self.vectors.values()]  # addresses
+        written += [(offset, 4) for offset in (*self.scalars.values(), *(o for o, _ in self.constants))]
+        for offset, size in written:
+            if type(offset) is not int or not 0 <= offset <= self.params_size - size:
+                raise ValueError(f"{self.name}: expected offsets within a parameter of {self.params_size} bytes, got {offset!r}")
+        end = 0
+        for offset, size in sorted(written):
+            if offset < end:
+                raise ValueError(f"{self.name}: expected every offset behind the field before it, got {offset} within the one that ends at {end}")
+            end = offset + size
 
     def _check_tiles(self) -> None:
         """Raise where what says which problems a kernel serves is no such thing: selection indexes it and divides by it."""

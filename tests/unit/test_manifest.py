@@ -110,6 +110,11 @@ def test_json_that_is_no_manifest_is_refused(path, text):
         lambda data: of_family(data, "implicit_gemm").update(variant=["f8"]),
         lambda data: of_family(data, "implicit_gemm").update(tile=[128, 128]),
         lambda data: of_family(data, "pool").update(variant=["avg"]),
+        lambda data: of_family(data, "fused")["fields"].update(k=of_family(data, "fused")["fields"]["n"]),
+        lambda data: of_family(data, "fused")["fields"].update(input=of_family(data, "fused")["params_size"] - 64),
+        lambda data: of_family(data, "fused")["fields"].update(strips=of_family(data, "fused")["fields"]["input"] + 124),
+        lambda data: of_family(data, "implicit_gemm")["vectors"].update(v=of_family(data, "implicit_gemm")["vectors"]["bias"] + 4),
+        lambda data: of_family(data, "implicit_gemm").update(constants=[[of_family(data, "implicit_gemm")["fields"]["guard"], 1.0]]),
     ],
 )
 def test_missing_unknown_and_damaged_fields_are_refused(path, change):
