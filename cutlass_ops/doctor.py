@@ -20,7 +20,7 @@ from typing import Literal, Optional
 import torch
 
 from . import __version__, driver
-from .catalogue import Folder, hopper, loaded, operators, plan_call
+from .catalogue import Folder, available, hopper, plan_call
 from .costs import shipped_costs
 from .errors import CutlassOpsError
 from .loader import ALLOW_UNVERIFIED, allow_unverified, device_facts
@@ -82,7 +82,8 @@ def main(*, as_json: bool = False, kernels: Optional[Path] = None) -> int:
 def examine(kernels: Optional[Path] = None) -> Report:
     """Look at everything."""
     gpu, devices = _devices()
-    known, packages = _operators()
+    known, broken = available()
+    packages = [_failed("packages", error) for error in broken]
     folders = [kernels] if kernels else list(dict.fromkeys(op.kernels for op in known.values()))
     examined = [_folder(path) for path in folders]
     readable = {path for path, (_, usable) in zip(folders, examined) if usable}
@@ -196,14 +197,6 @@ def _describe(facts: DeviceFacts) -> str:
 
 
 # ---- operators and kernels -----------------------------------------------------------------------------------------------------
-
-
-def _operators() -> tuple[dict[str, Operator], list[Finding]]:
-    """All operators, and what is wrong with those of installed packages."""
-    try:
-        return operators(), []
-    except CutlassOpsError as error:
-        return loaded(), [_failed("packages", error)]
 
 
 def _folder(path: Path) -> tuple[list[Finding], bool]:

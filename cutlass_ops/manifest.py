@@ -140,7 +140,9 @@ class KernelRecord:
         end = 0
         for offset, size in sorted(written):
             if offset < end:
-                raise ValueError(f"{self.name}: expected every offset behind the field before it, got {offset} within the one that ends at {end}")
+                raise ValueError(
+                    f"{self.name}: expected every offset behind the field before it, got {offset} within the one that ends at {end}"
+                )
             end = offset + size
 
     def _check_tiles(self) -> None:

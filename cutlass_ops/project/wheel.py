@@ -1,10 +1,17 @@
 """The wheel of a user's project: made by its own build backend, and refused unless its kernels are what the manifest says.
 
-The same project gives the same bytes: the backend's work is reproducible (hatchling: SOURCE_DATE_EPOCH, or a fixed time).
+A bill of materials is added to what the backend made. The same project gives the same bytes: the backend's work is reproducible
+(hatchling: SOURCE_DATE_EPOCH, or a fixed time).
 """
 
 from __future__ import annotations
 
+import base64
+import calendar
+import copy
+import dataclasses
+import email
+import hashlib
 import importlib.util
 import os
 import subprocess
@@ -63,6 +70,7 @@ def build(source: Source, out: Path, *, allow_unverified: bool = False) -> Built
         _check_kernels(wheel, source.kernels, ["manifest.json", *sorted({f"cubins/{k.cubin}" for k in kernels.manifest.kernels})])
         _check_entry_points(wheel, operators, source.kernels.parent.name)
         _check_loads(wheel, operators, Path(temporary, "unpacked"))
+        _add_bill(wheel, kernels.manifest)
         return Built(_place(wheel, out), operators, unverified)
 
 
@@ -141,6 +149,29 @@ def _check_loads(wheel: Path, operators: tuple[str, ...], unpacked: Path) -> Non
     result = subprocess.run([sys.executable, "-I", "-c", code, str(unpacked), *operators], capture_output=True, text=True, check=False)
     if result.returncode:
         raise BuildError(f"expected the wheel's operators to load, got {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+
+
+def _add_bill(wheel: Path, manifest: Manifest) -> None:
+    """Put a bill of materials into the wheel's .dist-info/sboms/ (PEP 770), whatever backend made it."""
+    from ..codegen.bom import bill_of_materials
+
+    with zipfile.ZipFile(wheel) as archive:
+        entries = [(info, archive.read(info)) for info in archive.infolist()]
+    (about, metadata) = next(e for e in entries if e[0].filename.endswith(".dist-info/METADATA"))
+    (record, recorded) = next(e for e in entries if e[0].filename.endswith(".dist-info/RECORD"))
+    fields = email.message_from_bytes(metadata)
+    time = calendar.timegm((*about.date_time, 0, 0, 0))
+    dated = dataclasses.replace(manifest, provenance=manifest.provenance | {"source_date_epoch": time})
+    name, licence = fields["Name"], fields["License-Expression"]
+    text = bill_of_materials(name, fields["Version"], licence, fields.get_all("Requires-Dist", []), dated).encode()
+    bill = copy.copy(about)
+    bill.filename = f"{about.filename.removesuffix('METADATA')}sboms/{name.lower().replace('_', '-')}.cdx.json"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(text).digest()).rstrip(b"=").decode()
+    line = f"{bill.filename},sha256={digest},{len(text)}\n".encode()
+    others = [entry for entry in entries if entry[0] is not record]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for info, data in (*others, (bill, text), (record, line + recorded)):
+            archive.writestr(info, data)
 
 
 def _place(wheel: Path, out: Path) -> Path:

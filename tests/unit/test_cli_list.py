@@ -130,6 +130,8 @@ def test_a_package_that_does_not_load_keeps_nobody_from_other_operators(site, li
     )
     (finding,) = [f for f in doctor.examine().findings if f.subject == "packages"]
     assert (finding.status, finding.remedy) == ("FAIL", "mend or uninstall the package")
+    site.add("unit_cli_faulty", "unit_cli_faulty_op", "raise SystemExit\n")
+    assert [f.status for f in doctor.examine().findings if f.subject == "packages"] == ["FAIL", "FAIL"]  # every one of them
 
 
 def test_a_package_without_kernels_or_that_fails_keeps_nobody_from_the_others(site, tmp_path):

@@ -5,6 +5,7 @@ Its kernels here are those of a shipped operator under another name, which nothi
 
 from __future__ import annotations
 
+import base64
 import email
 import hashlib
 import json
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 from cutlass_ops import BuildError, InstallationError, __version__
 from cutlass_ops.cli.wheel import command
@@ -83,10 +86,29 @@ def test_the_wheel_holds_the_package_and_its_kernels(project: Path) -> None:
     assert found == expected
     assert info["entry_points.txt"].decode() == "[cutlass_ops.operators]\nconv2d_own = own_ops:conv2d_own\n"
     assert info["licenses/NOTICE"] == (project / "NOTICE").read_bytes()
+    assert [n for n in info if n.startswith("sboms/")] == ["sboms/own-ops.cdx.json"]
     metadata = email.message_from_bytes(info["METADATA"])
     (needed,) = metadata.get_all("Requires-Dist", [])
     assert needed[:11].replace("-", "_") == "cutlass_ops"
     assert sorted(needed[11:].split(",")) == sorted(starter.requirement(__version__).split(","))
+
+
+def test_the_wheel_has_a_valid_bill_of_materials_and_records_it(project: Path) -> None:
+    path = wheel.build(locate(project), project / "dist").path
+    with zipfile.ZipFile(path) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    text = held["own_ops-0.1.0.dist-info/sboms/own-ops.cdx.json"]
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text.decode()) is None
+    bill = json.loads(text)
+    assert (bill["metadata"]["component"]["name"], bill["metadata"]["component"]["version"]) == ("own_ops", "0.1.0")
+    hashes = {c["name"]: c["hashes"][0]["content"] for c in bill["components"] if c["name"].endswith(".cubin")}
+    assert hashes == {k.cubin: k.sha256 for k in Manifest.load(locate(project).kernels / "manifest.json").kernels}
+    assert {"nvidia-cutlass", "nvidia-cuda-nvcc"} < {c["name"] for c in bill["components"]}
+    rows = dict(line.split(",", 1) for line in held["own_ops-0.1.0.dist-info/RECORD"].decode().splitlines())
+    for name, data in held.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        assert rows.pop(name) == ("," if name.endswith("/RECORD") else f"sha256={digest},{len(data)}")
+    assert rows == {}
 
 
 def test_the_same_project_gives_the_same_bytes_anywhere(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
