@@ -11,7 +11,7 @@ from typing import Optional, Union
 from .costs import Costs
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import team_size
+from .work import rows_of_step, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -241,6 +241,8 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             nhwc or pool is not None or out_w <= columns_of_strip or columns_of_strip == 128,
             f"a result of at most {columns_of_strip} columns, got {out_w}",
         ),
+        # A wide kernel's first row must reach the end of the 128-byte line that it begins in: what lies before it there is another CTA's.
+        (rows_of_step(problem, record) != 1 or out_w >= 8 * columns, f"a result of at least {8 * columns} columns, got {out_w}"),
         (
             nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
             f"padding in multiples of {columns} columns, got {problem.padding[1]}",
