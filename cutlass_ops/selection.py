@@ -11,7 +11,7 @@ from typing import Optional, Union
 from .costs import Costs
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import team_size
+from .work import rows_of_step, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -171,7 +171,11 @@ def _two_kernel(name: str, problem: Problem) -> Union[Plan, str]:
 
 
 def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
-    """The first kernel of the family that can compute the problem: few channels, then narrow strips, then aligned ones first."""
+    """The first kernel of the family that can compute the problem: few channels, few strips, narrow ones, aligned ones first.
+
+    A row in one strip is stored whole; pieces of rows cost L2 twice (docs/performance.md), and serve where a user's chain does not fit
+    the registers of a wide kernel.
+    """
     why = _FUSED[name].get((problem.dtype, problem.precision))
     if why is None:
         served = ", ".join(f"{dtype} at {precision}" for dtype, precision in _FUSED[name])
@@ -179,7 +183,12 @@ def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, 
     family = [r for r in records.values() if r.family == "fused" and r.operator == problem.operator]
     reason = f"expected a fused kernel of {problem.operator}, found none"
     most = -1
-    for record in sorted(family, key=lambda r: (r.tile[2], r.epilogue_tile[0], r.variant[3])):
+
+    def order(record: KernelRecord) -> tuple[int, int, int, str]:
+        columns = record.epilogue_tile[0]
+        return record.tile[2], -(-problem.output_shape[3] // columns), columns, record.variant[3]
+
+    for record in sorted(family, key=order):
         met, limit = fused_limit(problem, device, record)
         if limit is None:
             operand = name.removeprefix("fused-")
@@ -215,7 +224,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
     pool, r, s = problem.pool, *problem.weight_shape[2:]
     nhwc, bytes_of_row = layout == "nhwc", (c if layout == "nhwc" else w) * (4 if element == "f32" else 2)
     strides = (h * w * c, 1, w * c, c) if nhwc else (c * h * w, h * w, w, 1)
-    columns, columns_of_strip = 16 // (4 if element == "f32" else 2), record.epilogue_tile[0]
+    columns = 16 // (4 if element == "f32" else 2)
     checks = [
         (element == problem.dtype, f"{element} tensors, got {problem.dtype}"),
         (pool_kind == (pool.kind if pool else "none"), f"pool {pool_kind}, got {pool.kind if pool else 'none'}"),
@@ -236,11 +245,8 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         (n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
         (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
         (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
-        # Pieces of rows would cost L2 twice (docs/performance.md).
-        (
-            nhwc or pool is not None or out_w <= columns_of_strip or columns_of_strip == 128,
-            f"a result of at most {columns_of_strip} columns, got {out_w}",
-        ),
+        # A wide kernel's first row must reach the end of the 128-byte line that it begins in: what lies before it there is another CTA's.
+        (rows_of_step(problem, record) != 1 or out_w >= 8 * columns, f"a result of at least {8 * columns} columns, got {out_w}"),
         (
             nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
             f"padding in multiples of {columns} columns, got {problem.padding[1]}",

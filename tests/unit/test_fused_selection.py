@@ -79,6 +79,25 @@ def test_what_is_not_pooled_is_stored_in_whole_rows(changes, kernel):
     assert (plan.name, plan.kernels) == ("fused-f16", (f"pack_{dtype}_f16", f"op_fused_{kernel}"))
 
 
+def test_narrow_kernels_serve_where_a_wide_one_is_left_out():
+    records = [r for r in all_records("op", "none") if not r.name.endswith("_wide")]
+    verified = frozenset(r.sha256 for r in records)
+    plan = select(problem(pool=None, padding=(1, 1)), H200, records, verified).plan
+    assert plan.kernels == ("pack_f32_f16", "op_fused_f32_nchw_c64_3x3_shifted")
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("f32", 32), ("f16", 64)])
+def test_a_wide_kernel_serves_no_row_that_is_shorter_than_a_line(dtype, least):
+    records = [r for r in all_records("op", "none") if r.family != "fused" or r.name.endswith("_wide")]
+    verified = frozenset(r.sha256 for r in records)
+    for width, padding, serves in ((least, 0, True), (least - 8, 3, False), (least - 16, 7, False)):
+        changes = {"pool": None, "dtype": dtype, "precision": "tf32" if dtype == "f32" else dtype, "padding": (0, padding)}
+        plan = select(problem(**changes, **ONE_BY_ONE, x_shape=(2, 64, 40, width)), H200, records, verified, force="fused-f16")
+        assert (plan.plan is not None) == serves
+        if not serves:
+            assert reason(plan) == f"expected a result of at least {least} columns, got {width + 2 * padding}"
+
+
 @pytest.mark.parametrize("pool", ["none", "max"])
 def test_a_fused_kernel_serves_its_own_pool_alone(pool):
     records = all_records("op", pool)
