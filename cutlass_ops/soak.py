@@ -74,7 +74,8 @@ class _Problem:
     @classmethod
     def random(cls, operators: Sequence[Operator], choose: random.Random) -> _Problem:
         n, c, k = choose.randint(1, 4), choose.choice((1, 3, 8, 16, 40, 64)), choose.randint(1, 140)
-        h, w = choose.randint(4, 32), 4 * choose.randint(1, 10) + choose.choice((0, 0, 1))
+        # Narrow ones, and such as have more than 64 columns
+        h, w = choose.randint(4, 32), 4 * choose.choice((choose.randint(1, 10), choose.randint(17, 32))) + choose.choice((0, 0, 1))
         dtype = choose.choice((torch.float32, *DTYPES_WITH_KERNELS))
         filters = choose.choice((1, 3, 3))
         return cls(choose.choice(operators), dtype, (n, c, h, w), (k, c, filters, filters), choose.randint(0, 2), choose.random() < 0.2)

@@ -62,7 +62,8 @@ def _origin(artifact: Artifact) -> dict[str, Any]:
 
 def _headline(artifact: Artifact) -> str:
     built = ", ".join(f"{name} {artifact.provenance[name]}" for name in ("nvcc", "cutlass", "architecture") if name in artifact.provenance)
-    return f"{artifact.path}: {len(artifact.images)} cubins, {artifact.verified} verified; {built or 'no manifest beside them'}"
+    count = f"{len(artifact.images)} cubin{'' if len(artifact.images) == 1 else 's'}"
+    return f"{artifact.path}: {count}, {artifact.verified} verified; {built or 'no manifest beside them'}"
 
 
 def _row(kernel: Kernel, columns: Sequence[str]) -> list[object]:

@@ -19,7 +19,7 @@ def load_specs(path: Path) -> list[Spec]:
     """The specs that a user's project folder or Python file defines. Raises BuildError where there is none."""
     path = locate(path).specs
     if not path.is_file():
-        raise BuildError(f"expected a Python file with specs at {path}, found none")
+        raise BuildError(f"expected a Python file with specs at {path}, found none; cutlass-ops new writes a project with one")
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     if module_spec is None or module_spec.loader is None:
         raise BuildError(f"expected a Python file (.py) with specs, got {path}")
@@ -30,7 +30,7 @@ def load_specs(path: Path) -> list[Spec]:
         raise BuildError(f"expected {path} to import, it raised {type(error).__name__}: {error}") from error
     specs = [value for value in vars(module).values() if isinstance(value, Spec)]
     if not specs:
-        raise BuildError(f"expected at least one function under @cutlass_ops.operator(...) in {path}, found none")
+        raise BuildError(f"expected at least one function under @cutlass_ops.operator(...) in {path}, found none; declare one there")
     _check_names([spec.name for spec in specs], path)
     return specs
 

@@ -85,7 +85,7 @@ def test_a_cubin_alone_has_no_origin(folder, tmp_path):
     assert all(k.record is None and k.check is None for k in read(tmp_path / "pool.cubin").values())
     result = inspect(tmp_path / "pool.cubin")
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"{tmp_path / 'pool.cubin'}: 1 cubins, 0 verified; no manifest beside them\n")
+    assert result.stdout.startswith(f"{tmp_path / 'pool.cubin'}: 1 cubin, 0 verified; no manifest beside them\n")
 
 
 def wheel(path, folder, package="some_ops/kernels"):

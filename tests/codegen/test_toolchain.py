@@ -137,8 +137,8 @@ def test_the_script_ends_with_code_1_and_one_sentence(repository, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "expected a Python file with specs at {path}, found none"),
-        ("x = 1\n", "expected at least one function under @cutlass_ops.operator(...) in {path}, found none"),
+        (None, "expected a Python file with specs at {path}, found none; cutlass-ops new writes a project with one"),
+        ("x = 1\n", "expected at least one function under @cutlass_ops.operator(...) in {path}, found none; declare one there"),
         ("import nowhere_at_all\n", "expected {path} to import, it raised ModuleNotFoundError: No module named 'nowhere_at_all'"),
         ("def f(:\n", "expected {path} to import, it raised SyntaxError: invalid syntax"),
         (SPEC.replace("bias: Vector = None", "bias"), "expected {path} to import, it raised TypeError: some_operator: argument 'bias'"),

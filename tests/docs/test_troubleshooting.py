@@ -16,6 +16,7 @@ LEFT_OUT = ("benchmark", "soak.py", "accuracy.py")
 #: Raised and caught in one module, as the cause of an InstallationError: function -> why.
 CAUGHT = {
     "_check": "a record's fields: Manifest.load says that the manifest is damaged",
+    "_check_offsets": "the same of where its fields lie",
     "_check_tiles": "the same of its variant and tiles",
     "_checked": "coefficients: Costs.load says that they cannot be read",
     "Manifest.load": "equal names: Manifest.load says that the manifest is damaged",

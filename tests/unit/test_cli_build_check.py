@@ -165,7 +165,7 @@ def test_errors_of_a_check_are_one_line(gpu, monkeypatch, tmp_path):
     result = run("check", tmp_path / "nowhere.py")
     assert (result.exit_code, result.stderr) == (
         1,
-        f"error: expected a Python file with specs at {tmp_path / 'nowhere.py'}, found none\n",
+        f"error: expected a Python file with specs at {tmp_path / 'nowhere.py'}, found none; cutlass-ops new writes a project with one\n",
     )
 
     def fails(*_, **__):

@@ -92,7 +92,7 @@ struct Consumer {
     }
   }
 
-  // A warp: 16 channels from channel0 on, of which a thread has two, and 64 columns of the convolution.
+  // A warp: 16 channels from channel0 on, of which a thread has two, and 64 columns of the convolution (128 of a wide tile).
   struct Place {
     int warp, lane, group, quad;
     int channel0, column;  // the warp's first ones, in the result

@@ -17,7 +17,7 @@ struct Producer {
   static constexpr float kFp16Max = 65504.f, kSmallestNormal = 0x1p-14f, kSmallestSafeMaximum = 0x1p-11f;
   static constexpr int kStraysAllowed = 1;  // of a converter in a slot
 
-  // The two input rows of the n-th slot. They may lie outside the image, and so may columns and channels: TMA fills zeros.
+  // The input rows of the n-th slot. They may lie outside the image, and so may columns and channels: TMA fills zeros.
   CUTLASS_DEVICE static void load(Params const& params, SharedStorage& storage, uint32_t n, int image, int row, int column) {
     constexpr int kStages = Tile::kConverts ? Tile::kRawStages : Tile::kSlots;
     Use<kStages> const use(n);

@@ -1,9 +1,9 @@
 // Steps with values that fp16 cannot hold are computed once more, before the CTA ends, as exactly as with TF32 operands.
 //
-// A step's inputs are split by magnitude into windows of 28 binades, from the largest value down. A pass per window scales
-// its values by a power of two to fp16's normal range, zeroes all others, and multiplies; the passes' results are scaled back
-// and added in fp32. So every value keeps 11 significant bits, as in TF32, whatever else the step holds. Nearly always one
-// window holds everything. Infinities and NaN belong to the first pass.
+// The inputs of a step are taken slot by slot, and each slot's are split by magnitude into windows of 28 binades, from the largest
+// value down. A pass per window scales its values by a power of two to fp16's normal range, zeroes all others, and multiplies what of
+// the step reads this slot; the passes' results are scaled back and added in fp32. So every value keeps 11 significant bits, as in TF32,
+// whatever else the step holds. Nearly always one window holds everything. Infinities and NaN belong to the first pass.
 //
 // Passes run over 32 columns at a time: 16 accumulators and 16 partial sums a row take the registers of the 32 accumulators.
 #pragma once

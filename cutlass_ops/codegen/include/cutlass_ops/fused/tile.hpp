@@ -47,7 +47,8 @@ struct Work {
 // Element: of x and the result, float, half_t or bfloat16_t. ChannelsLast: their layout. Channels: input channels in shared
 // memory, 64 or 16; smaller problems are padded there. Shifted: NCHW only, for a start that is no multiple of 16 bytes: TMA
 // reads from 16-byte aligned addresses only (anything else is an illegal instruction), so that the tile starts up to 15 bytes
-// early and is wider; the kernel without costs less. Wide: NCHW without a pool, of results wider than 64 columns.
+// early and is wider; the kernel without costs less. Wide: NCHW without a pool, for results wider than
+// 64 columns; rows reach the end of a 128-byte line, those of the CTA's first one too (lines.hpp).
 template <class Element_, bool ChannelsLast_, int Channels_, int R_, int S_, bool Shifted_, bool Wide_, class Pool_>
 struct Tile {
   using Element = Element_;
@@ -147,7 +148,7 @@ struct Tile {
     struct {
       uint32_t left, tiles, slots, turn;
     } redo[kConverters];                            // redo.hpp
-    int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the step's last}
+    int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the slot's last}
     int32_t any_misfit;
     Work work;        // all of the CTA's
     uint32_t slots;   // that it reads
@@ -167,7 +168,7 @@ struct Params {
   void* output;
   float pool_scale;
   int32_t n, k, out_h, out_w;    // of the result
-  int32_t steps;                 // of an image: two rows of the convolution each
+  int32_t steps;                 // of an image: kRows rows of the convolution each
   int32_t unit;                  // steps of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each team
   int32_t units_of_image, jump_images, jump_steps;  // where a team's next unit lies
   int32_t padding_h, padding_w;
