@@ -153,6 +153,8 @@ class KernelRecord:
         expected = _LENGTHS.get(self.family, found)  # of a later family nothing is known
         if found != expected:
             raise ValueError(f"{self.name}: expected {expected} entries in variant, tile and epilogue_tile, got {found}")
+        if self.family == "fused" and self.tile[0] < self.epilogue_tile[0] * (1 if self.variant[4] == "none" else 2):
+            raise ValueError(f"{self.name}: expected a tile of whole rows of its columns, got {self.tile} and {self.epilogue_tile}")
         if self.family in _TYPES and self.variant[0] not in _TYPES[self.family]:
             raise ValueError(f"{self.name}: expected a type among {_TYPES[self.family]}, got {self.variant[0]!r}")
 

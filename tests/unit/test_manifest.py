@@ -106,6 +106,7 @@ def test_json_that_is_no_manifest_is_refused(path, text):
         lambda data: of_family(data, "fused").update(variant=[]),
         lambda data: of_family(data, "fused").update(tile=[0, 0, 0]),
         lambda data: of_family(data, "fused").update(epilogue_tile=[0, 0]),
+        lambda data: of_family(data, "fused").update(epilogue_tile=[2 * of_family(data, "fused")["tile"][0], 128]),  # no row a step
         lambda data: of_family(data, "fused").pop("tile"),
         lambda data: of_family(data, "implicit_gemm").update(variant=["f8"]),
         lambda data: of_family(data, "implicit_gemm").update(tile=[128, 128]),
