@@ -44,10 +44,10 @@ class ConvertParams(ctypes.Structure):
 class PoolParams(ctypes.Structure):
     """Params of kernels/pool.cu."""
 
-    _fields_ = [(n, ctypes.c_void_p) for n in ("source", "target", "guard")] + [
+    _fields_ = [(n, ctypes.c_void_p) for n in ("source", "target")] + [
         (n, ctypes.c_int32)
         for n in (
-            *("guard_value", "n", "h", "w", "channels", "ld", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w"),
+            *("n", "h", "w", "channels", "ld", "out_h", "out_w", "kernel_h", "kernel_w", "stride_h", "stride_w"),
             *("padding_h", "padding_w", "dilation_h", "dilation_w", "count_include_pad", "divisor_override", "channels_last"),
         )
     ]

@@ -47,7 +47,7 @@ for _kind in (("f32", "3x3"), ("half", "3x3")):
         Case(MANY_ROWS.values | {"n": 19, "h": 34, "w": 264, "c": 12, "k": 77}),
     ]
 #: Whole rows that leave in whole lines, which begin anywhere in a channel's first line and do so elsewhere in the next one's; whole
-#: sets of 16 channels and others; rows of more than one strip.
+#: sets of 16 channels and others; rows of more than one strip; rows that are whole lines themselves.
 WHOLE_ROWS = [
     Case(MANY_ROWS.values | {"n": n, "h": h, "w": w, "k": k, "padding": padding})
     for n, h, w, k, padding in (
@@ -57,6 +57,9 @@ WHOLE_ROWS = [
         (11, 61, 128, 128, 1),
         (13, 45, 120, 40, 0),
         (4, 40, 264, 128, 0),
+        (6, 48, 128, 128, 1),
+        (5, 33, 256, 144, 1),
+        (3, 45, 192, 88, 1),
     )
 ]
 for _kind in (("f32", "3x3"), ("half", "3x3")):

@@ -17,8 +17,6 @@ constexpr int kPitch = kTilePixels + 1;  // odd: columns of 4 x 8 channels fall 
 struct Params {
   float const* source;  // [n, h, w, ld], 16-byte aligned, ld a multiple of 4
   void* target;
-  int32_t const* guard;  // if not null, the kernel works only where *guard == guard_value
-  int32_t guard_value;
   int32_t n, h, w, channels, ld;
   int32_t out_h, out_w;
   int32_t kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
@@ -162,7 +160,6 @@ __device__ void pool(Params const& params) {
   // Programmatic launch: the next kernel may come up now; our predecessor's results are complete and visible after the wait.
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (params.guard != nullptr && *params.guard != params.guard_value) return;
   __shared__ float tile[kTileChannels][kPitch];
   // Windows inside the image need no bounds: the last one must end before the image does, and none starts before it.
   bool const inside = params.padding_h == 0 && params.padding_w == 0 && params.dilation_h == 1 && params.dilation_w == 1 &&

@@ -29,9 +29,9 @@ struct Lines {
     output = static_cast<Element*>(params.output) + int64_t(step.image * params.k + place.channel0) * plane + offset;
     channels = min(16, params.k - place.channel0), width = min(Tile::kStrip, params.out_w - place.column);
     at = int(offset % kRing);
-    // Rows of an image that is wider than a strip do not follow each other.
-    bool const alone = params.out_w > Tile::kStrip;
-    first = first_ || alone, last = last_ || alone;
+    // Rows of an image that is wider than a strip do not follow each other. Rows of whole lines need no neighbours.
+    bool const alone = params.out_w > Tile::kStrip, whole = ((phase(0) | plane | width) & (kLine - 1)) == 0;
+    first = !whole && (first_ || alone), last = !whole && (last_ || alone);
   }
 
   CUTLASS_DEVICE static int wrapped(int place) { return place >= kRing ? place - kRing : place; }
@@ -44,6 +44,8 @@ struct Lines {
   }
   CUTLASS_DEVICE int line(int phase) const { return wrapped((at & -kLine) + (phase < (at & (kLine - 1)) ? kLine : 0)); }
 
+  CUTLASS_DEVICE uintptr_t bytes_of_plane() const { return uintptr_t(uint32_t(plane)) * sizeof(Element); }
+
   // In assembly: the compiler loads under the condition of the store, one after the other, behind branches.
   CUTLASS_DEVICE static void load(uint32_t (&v)[4], uint32_t address) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
@@ -53,35 +55,68 @@ struct Lines {
                  "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
   }
 
-  // The lines that the row completes; where a segment begins or ends as far as it goes.
+  // The lines that the row completes, of Count channels from From on; where a segment begins or ends as far as it goes.
+  template <int From, int Count>
   CUTLASS_DEVICE void store(uint8_t const* staging) const {
     int const lane = lane_index();
+    constexpr int kSize = int(sizeof(Element));
     if (channels == 16 && !first && !last) {
-      int const piece = lane * kPiece, least = at & (kLine - 1);
-      uint32_t source = cute::cast_smem_ptr_to_uint(staging);
-      uint32_t const place = wrapped(at - least + piece) * int(sizeof(Element)), after = wrapped(at - least + kLine + piece) * int(sizeof(Element));
-      uintptr_t row = reinterpret_cast<uintptr_t>(output);
-      constexpr int kAhead = 4;  // loads in flight
-#pragma unroll
-      for (int channel = 0; channel < 16; channel += kAhead) {
+      uint32_t const piece = lane * 16;  // bytes
+      int const least = at & (kLine - 1), begin = at - least + lane * kPiece;
+      uint32_t source = cute::cast_smem_ptr_to_uint(staging) + From * pitch() * kSize;
+      uint32_t const place = wrapped(begin) * kSize, after = wrapped(begin + kLine) * kSize;
+      uintptr_t row = reinterpret_cast<uintptr_t>(output) + From * bytes_of_plane();
+      // Loads in flight, and turns unrolled: more of them is slower, and spills (docs/performance.md).
+      constexpr int kAhead = kSize == 4 ? 2 : 4, kUnrolled = kSize == 4 ? 2 : 1;
+#pragma unroll kUnrolled
+      for (int channel = From; channel < From + Count; channel += kAhead) {
         uint32_t values[kAhead][4];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i, source += pitch() * int(sizeof(Element)))
-          load(values[i], source + (phase(channel + i) < least ? after : place));
+        for (int i = 0; i < kAhead; ++i, source += pitch() * kSize) load(values[i], source + (phase(channel + i) < least ? after : place));
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i, row += uint32_t(plane) * sizeof(Element))
-          store_if(piece < ((phase(channel + i) + width) & -kLine), (row & ~uintptr_t(127)) + lane * 16, values[i]);
+        for (int i = 0; i < kAhead; ++i, row += bytes_of_plane())
+          store_if(piece < uint32_t((phase(channel + i) + width) & -kLine) * kSize, (row & ~uintptr_t(127)) + piece, values[i]);
       }
-      return;
+    } else if (channels == 16 && first && last) {
+      store_alone<From, Count>(staging);
+    } else {
+#pragma unroll 1
+      for (int channel = From; channel < min(channels, From + Count); ++channel) {
+        auto const* tile = reinterpret_cast<Element const*>(staging) + channel * pitch();
+        int const start = phase(channel), begin = first ? start : 0, end = last ? start + width : (start + width) & -kLine;
+        Element* target = output + int64_t(channel) * plane - start;
+#pragma unroll 1
+        for (int i = 2 * lane; i < end; i += 64)
+          if (i >= begin) *reinterpret_cast<Pair*>(target + i) = *reinterpret_cast<Pair const*>(tile + wrapped(line(start) + i));
+      }
     }
-    auto const* tile = reinterpret_cast<Element const*>(staging);
-    Element* target = output;
-#pragma unroll 1
-    for (int channel = 0; channel < channels; ++channel, target += plane, tile += pitch()) {
-      int const start = phase(channel), begin = first ? start : 0, end = last ? start + width : (start + width) & -kLine;
-#pragma unroll 1
-      for (int i = 2 * lane; i < end; i += 64)
-        if (i >= begin) *reinterpret_cast<Pair*>(target - start + i) = *reinterpret_cast<Pair const*>(tile + wrapped(line(start) + i));
+  }
+
+  // A row without neighbours, two elements a lane: where lines begin differs from channel to channel, and two are what all share.
+  template <int From, int Count>
+  CUTLASS_DEVICE void store_alone(uint8_t const* staging) const {
+    constexpr int kSize = int(sizeof(Element));
+    int const lane = lane_index();
+    uint32_t source = cute::cast_smem_ptr_to_uint(staging) + From * pitch() * kSize;
+    uintptr_t row = reinterpret_cast<uintptr_t>(output + 2 * lane) + From * bytes_of_plane();
+#pragma unroll
+    for (int channel = From; channel < From + Count; ++channel, source += pitch() * kSize, row += bytes_of_plane()) {
+      int const start = phase(channel), place = wrapped(line(start) + start) + 2 * lane;
+#pragma unroll
+      for (int column = 0; column < Tile::kStrip; column += 64)
+        copy_if(column + 2 * lane < width, row + column * kSize, source + wrapped(place + column) * kSize);
+    }
+  }
+  CUTLASS_DEVICE static void copy_if(bool condition, uintptr_t target, uint32_t source) {
+    if constexpr (sizeof(Pair) == 8) {
+      uint32_t v, w;
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v), "=r"(w) : "r"(source));
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v2.b32 [%1], {%2, %3}; }" ::"r"(int(condition)), "l"(target), "r"(v),
+                   "r"(w) : "memory");
+    } else {
+      uint32_t v;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(source));
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.b32 [%1], %2; }" ::"r"(int(condition)), "l"(target), "r"(v) : "memory");
     }
   }
 };

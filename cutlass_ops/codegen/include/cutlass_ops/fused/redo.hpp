@@ -207,17 +207,17 @@ struct Redo {
         if constexpr (kInputs > 2) add(std::integral_constant<int, 2>{});
         typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
         if constexpr (Tile::kWide) {
-          Consume::stage_lines(lines, chain, sums[0], sums[1], staging, half * 32);
+          Consume::template stage_lines<0, 2>(lines, chain, sums[0], sums[1], staging, half * 32);
         } else {
           Consume::stage(params, place, staging, chain, sums[0], sums[1], 0, half);
         }
       }
       __syncwarp();
       if constexpr (Tile::kWide) {
-        lines.store(staging);
+        lines.template store<0, 16>(staging);
       } else {
         typename Consume::Store const to(params, place);
-        Consume::store(params, to, place, staging, to.start(params, place, step), Consume::rows_of(params, step.step));
+        Consume::store(to, place, staging, to.start(params, place, step), Consume::rows_of(params, step.step));
       }
       __syncwarp();
     });
