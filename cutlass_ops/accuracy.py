@@ -17,7 +17,7 @@ from .ops import Operator
 from .reference import apply_pool, convolutions
 from .selection import PLAN_NAMES, PYTORCH, DeviceFacts, Plan
 
-__all__ = ["Accuracy", "Criterion", "difference", "round_to_tf32", "serving", "uniform"]
+__all__ = ["Accuracy", "Criterion", "difference", "round_to_tf32", "serving", "uniform", "without_ties"]
 
 LIMIT = 1.05  # times the error of PyTorch's TF32 convolution, or of operands rounded to TF32
 #: Chain functions that the kernels approximate: tanh.approx and its kin, 7.8e-6 measured for tanh.
@@ -28,9 +28,14 @@ ROUNDING = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 2.0**
 
 
 def uniform(shape: Sequence[int], low: float, high: float, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Random numbers whose last mantissa bit in fp32 is set: none is a tie between two TF32 or fp16 neighbours."""
-    values = torch.rand(tuple(shape), generator=generator, device=generator.device) * (high - low) + low
-    return (values.view(torch.int32) | 1).view(torch.float32).to(dtype)
+    """Random numbers without ties."""
+    return without_ties(torch.rand(tuple(shape), generator=generator, device=generator.device) * (high - low) + low).to(dtype)
+
+
+def without_ties(values: Tensor) -> Tensor:
+    """fp32 values with the last mantissa bit set, but for zero and infinity: none is a tie between two TF32 or fp16 neighbours."""
+    untied = (values.contiguous().view(torch.int32) | 1).view(torch.float32)
+    return torch.where(values.isfinite() & (values != 0), untied, values)
 
 
 def round_to_tf32(values: Tensor) -> Tensor:

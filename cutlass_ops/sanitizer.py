@@ -178,7 +178,7 @@ _SMALL = (
     # Four rows and more for a CTA: of which what the first leaves of its last line goes on from row to row.
     Sample("wide", (76, 20, 7, 72), (16, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("1 x 1, wide", (66, 20, 8, 72), (16, 1, 1), pool=2),
-    Sample("in strips", (2, 20, 6, 140), (16, 3, 3), pool=2),
+    Sample("in strips", (2, 20, 6, 144), (16, 3, 3), pool=2),
     Sample("whole lines", (2, 20, 6, 128), (16, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("channels_last", (2, 24, 9, 12), (16, 3, 3), "channels_last", arguments=(("padding", 1),)),
     Sample("few channels_last", (2, 8, 9, 12), (72, 3, 3), "channels_last"),

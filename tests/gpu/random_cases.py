@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import cutlass_ops
-from cutlass_ops.accuracy import uniform
+from cutlass_ops.accuracy import uniform, without_ties
 
 from .cases import Case
 from .helpers import DTYPES, LAYOUTS, expandable, generator, lay_out, vectors
@@ -118,8 +118,7 @@ class RandomCase(Case):
 
     def _x(self, random: torch.Generator) -> torch.Tensor:
         if self.x_values == "normal":
-            x = torch.randn(self.x_shape, generator=random, device=random.device).clamp(-4, 4) / 4
-            return (x.view(torch.int32) | 1).view(torch.float32)
+            return without_ties(torch.randn(self.x_shape, generator=random, device=random.device).clamp(-4, 4) / 4)
         if self.x_values == "constant":
             return uniform((1, 1, 1, 1), 0.5, 1, torch.float32, random).repeat(self.x_shape)
         x = uniform(self.x_shape, 0 if self.x_values == "uniform" else -1, 1, torch.float32, random)

@@ -50,7 +50,7 @@ def pool_name(pool):
     return "-".join([pool.kind, f"{pool.kernel_size}", f"s{pool.stride}", rest, *flags]).replace(" ", "")
 
 
-def run_pool(images, pool, dtype, channels_last, guard=None, guard_value=0):
+def run_pool(images, pool, dtype, channels_last):
     """The pool kernel on NCHW images, which it reads as NHWC with NaN in the channels that only pad; the result as NCHW."""
     n, c, h, w = images.shape
     source = torch.full((n, h, w, round_up(c, 4)), math.nan, device=DEVICE)
@@ -63,8 +63,6 @@ def run_pool(images, pool, dtype, channels_last, guard=None, guard_value=0):
         setattr(params, f"{name}_h", both[0])
         setattr(params, f"{name}_w", both[1])
     params.count_include_pad, params.divisor_override = int(pool.count_include_pad), pool.divisor_override or 0
-    if guard is not None:
-        params.guard, params.guard_value = guard.data_ptr(), guard_value
     launch(f"pool_{pool.kind}_{NAMES[dtype]}", params, grid=3)  # fewer blocks than tiles
     result = target.read()
     return result.permute(0, 3, 1, 2) if channels_last else result
@@ -100,11 +98,3 @@ def test_averages_of_random_numbers_are_accurate(pool):
     magnitude = apply_pool(images.double().abs(), pool).abs()
     error = (run_pool(images, pool, torch.float32, False).double() - apply_pool(images.double(), pool)).abs()
     assert (error <= (math.prod(pool.kernel_size) + 1) * 2.0**-24 * magnitude).all()
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_the_pool_honours_its_guard(channels_last):
-    images, pool = integers((2, 7, 8, 10), -8, 8, generator("guard")), pool_of("avg", (2, 2))
-    guard = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    assert run_pool(images, pool, torch.float32, channels_last, guard, 0).isnan().all()
-    assert_same_bits(run_pool(images, pool, torch.float32, channels_last, guard, 1), apply_pool(images, pool))
