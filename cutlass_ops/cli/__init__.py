@@ -86,6 +86,10 @@ class Commands(click.Group):
             if ctx.params["debug"]:
                 raise
             raise Failure(str(error.args[0] if error.args else error)) from error
+        except OSError as error:  # of a path; output that cannot be written has none, and is main()'s
+            if error.filename is None or ctx.params["debug"]:
+                raise
+            raise Failure(f"expected to use {error.filename}, could not ({error.strerror}); name another path") from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -218,6 +218,16 @@ def test_output_that_cannot_be_written_is_one_line(arguments):
     assert result.returncode == 1
 
 
+@pytest.mark.parametrize("command", ["new", "build", "wheel", "inspect"])
+def test_a_path_that_the_system_refuses_is_one_line(command, capsys):
+    assert main([command, "a" * 300]) == 1
+    assert capsys.readouterr().err == f"error: expected to use {path_of(command)}, could not (File name too long); name another path\n"
+
+
+def path_of(command):
+    return Path.cwd() / ("a" * 300) if command == "new" else "a" * 300
+
+
 def test_text_in_brackets_is_no_markup(capsys):
     output.show("a [title]", ("name", "number"), [("[bold]x[/bold]", 7), ("pip install 'a[b]'", 10)])
     lines = ["a [title]", "name                number", "[bold]x[/bold]           7", "pip install 'a[b]'      10"]
