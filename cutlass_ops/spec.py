@@ -148,7 +148,8 @@ def operator(*, pool: Optional[Pool] = None, tile: Tile = Tile()) -> Callable[[C
         A decorator: function -> `Spec`.
 
     Raises:
-        TypeError: What is decorated is no Python function, or an argument is neither a vector nor a scalar.
+        TypeError: What is decorated is no Python function, an argument is neither a vector nor a scalar, or pool or tile is
+            something else.
         ValueError: The first argument is not `accum`, an argument has a name that every operator uses, or pool or tile is out of
             range.
     """
@@ -163,6 +164,10 @@ def operator(*, pool: Optional[Pool] = None, tile: Tile = Tile()) -> Callable[[C
         if not parameters or parameters[0].name != "accum":
             got = parameters[0].name if parameters else "no argument"
             raise ValueError(f"{name}: expected `accum` (the convolution's result) as the chain's first argument, got {got}")
+        if not isinstance(tile, Tile):
+            raise TypeError(f"{name}: expected tile to be a Tile, got {tile!r}")
+        if pool is not None and (not isinstance(pool, Pool) or type(pool.kernel_size) is not int):
+            raise TypeError(f"{name}: expected pool to be AvgPool2d or MaxPool2d of an int, or None, got {pool!r}")
         if tile.m % 64 or not 64 <= tile.m <= 256 or tile.n % 8 or not 8 <= tile.n <= 256:
             raise ValueError(f"{name}: expected a tile of 64 to 256 (a multiple of 64) x 8 to 256 (of 8), got {tile.m} x {tile.n}")
         if pool is not None and pool.kernel_size < 1:

@@ -152,3 +152,20 @@ def test_an_empty_pool_is_refused():
 
     with pytest.raises(ValueError, match="chain: expected a pool kernel_size of at least 1, got 0"):
         operator(pool=AvgPool2d(0))(chain)
+
+
+@pytest.mark.parametrize("pool", [3, "max", (2, 2), MaxPool2d((2, 2)), AvgPool2d(2.0), MaxPool2d(True), MaxPool2d(None)], ids=repr)
+def test_what_is_no_pool_is_refused(pool):
+    def chain(accum):
+        return accum + 1
+
+    with pytest.raises(TypeError, match="chain: expected pool to be AvgPool2d or MaxPool2d of an int, or None, got "):
+        operator(pool=pool)(chain)
+
+
+def test_what_is_no_tile_is_refused():
+    def chain(accum):
+        return accum + 1
+
+    with pytest.raises(TypeError, match=r"chain: expected tile to be a Tile, got \(128, 128\)"):
+        operator(tile=(128, 128))(chain)
