@@ -40,7 +40,7 @@ class Fused:
 
         chunks = 0 if nhwc else channels // 8
         self._pack_params = PackParams(None, *problem.weight_strides, None, None, k, c, r * s, s, channels, chunks)
-        self._pack = driver.Launch(pack.function, blocks * block, pack.record.threads, 0, self._pack_params)
+        self._pack = pack.launch(blocks * block, self._pack_params)
 
         self._params = params = ctypes.create_string_buffer(record.params_size)
         size = 4 if record.variant[0] == "f32" else 2
@@ -64,9 +64,7 @@ class Fused:
         for where, constant in record.constants:
             struct.pack_into("<f", params, where, constant)
         self._input = Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
-        self._launch = driver.Launch(
-            fused.function, work.teams * strips * blocks, record.threads, record.shared_memory, params, overlap=True
-        )
+        self._launch = fused.launch(work.teams * strips * blocks, params, overlap=True)
 
         self._scales_offset = round_up(blocks * block * channels * r * s * 2, ALIGNMENT)
         self.workspace_end = self._scales_offset + round_up(blocks * block * 4, ALIGNMENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
@@ -53,6 +54,16 @@ class LoadedKernel:
     record: KernelRecord
     function: Any
     blocks_per_sm: int
+
+    def launch(self, grid: int, params: Any, *, overlap: bool = False) -> driver.Launch:
+        """A launch with these parameters, a ctypes object. Raises InstallationError where the kernel takes others."""
+        record, size = self.record, ctypes.sizeof(params)
+        if size != record.params_size:  # built by another version
+            raise InstallationError(
+                f"expected {record.name} to take {size} bytes of parameters, the manifest says {record.params_size}; build the kernels "
+                "again, or reinstall the wheel"
+            )
+        return driver.Launch(self.function, grid, record.threads, record.shared_memory, params, overlap=overlap)
 
 
 class KernelSet:

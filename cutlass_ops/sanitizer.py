@@ -180,6 +180,7 @@ _SMALL = (
     Sample("1 x 1, wide", (66, 20, 8, 72), (16, 1, 1), pool=2),
     Sample("in strips", (2, 20, 6, 144), (16, 3, 3), pool=2),
     Sample("whole lines", (2, 20, 6, 128), (16, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("part of 16 channels", (34, 20, 9, 72), (29, 3, 3), pool=2),
     Sample("channels_last", (2, 24, 9, 12), (16, 3, 3), "channels_last", arguments=(("padding", 1),)),
     Sample("few channels_last", (2, 8, 9, 12), (72, 3, 3), "channels_last"),
     Sample("1 x 1 channels_last", (2, 24, 5, 7), (20, 1, 1), "channels_last"),

@@ -21,6 +21,9 @@ from typing import Any, Literal, Optional
 
 __all__ = ["AvgPool2d", "MaxPool2d", "Pool", "Spec", "Tile", "Vector", "operator"]
 
+#: Characters of an operator's name: its kernels' files add some forty, and a file's name has at most 255.
+LONGEST_NAME = 200
+
 
 class Vector:
     """Annotation of a chain's argument that is a vector: in a call a tensor of K elements, one an output channel."""
@@ -150,14 +153,16 @@ def operator(*, pool: Optional[Pool] = None, tile: Tile = Tile()) -> Callable[[C
     Raises:
         TypeError: What is decorated is no Python function, an argument is neither a vector nor a scalar, or pool or tile is
             something else.
-        ValueError: The first argument is not `accum`, an argument has a name that every operator uses, or pool or tile is out of
-            range.
+        ValueError: The first argument is not `accum`, an argument has a name that every operator uses, pool or tile is out of
+            range, or the name is longer than a file's may be with what a kernel's adds to it.
     """
 
     def declare(chain: Callable[..., Any]) -> Spec:
         if not hasattr(chain, "__code__"):
             raise TypeError(f"expected a Python function as the chain, got {type(chain).__name__}; declare it with def")
         name = chain.__name__
+        if len(name) > LONGEST_NAME:
+            raise ValueError(f"expected a name of at most {LONGEST_NAME} characters for the chain, got {len(name)}")
         if not name.isidentifier() or keyword.iskeyword(name) or name == "<lambda>":
             raise ValueError(f"expected a chain declared with def (its name names the operator), got {name!r}")
         parameters = list(inspect.signature(chain).parameters.values())

@@ -120,7 +120,7 @@ class _ImplicitGemm:
 
         tiles = -(-n * p * q // tile_m) * -(-k // tile_n)
         grid = min(tiles, sm_count)
-        self.launch = driver.Launch(kernel.function, grid, record.threads, record.shared_memory, params, overlap=overlap)
+        self.launch = kernel.launch(grid, params, overlap=overlap)
 
     def fill(self, activation: int, filters: int, result: int, vectors: dict[str, int], scalars: dict[str, float]) -> None:
         """Write the addresses and scalars of a call."""
@@ -157,7 +157,7 @@ class _Convert:
             # An upper bound of the kernel's tiles is enough: blocks beyond them have no work.
             blocks += shape[0] * -(-shape[2] * shape[3] // 64) * -(-channels // 64)
         grid = max(1, min(blocks, sm_count * kernel.blocks_per_sm))
-        self.launch = driver.Launch(kernel.function, grid, kernel.record.threads, 0, self.params, overlap=overlap)
+        self.launch = kernel.launch(grid, self.params, overlap=overlap)
 
     def fill(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Write the operands' addresses."""
@@ -183,7 +183,7 @@ class _Pool:
         params.channels_last = int(problem.channels_last)
         tiles = n * -(-out_h * out_w // 256) * -(-k // 32)
         grid = max(1, min(tiles, sm_count * kernel.blocks_per_sm))
-        self.launch = driver.Launch(kernel.function, grid, kernel.record.threads, 0, params, overlap=True)
+        self.launch = kernel.launch(grid, params, overlap=True)
 
 
 class TwoKernel:

@@ -16,6 +16,7 @@ import torch
 
 from .. import plugins
 from ..errors import BuildError
+from ..spec import LONGEST_NAME
 from ..specs import OPERATORS
 
 __all__ = ["check_operator", "check_package"]
@@ -56,6 +57,8 @@ def check_operator(name: str, folder: Path) -> None:
 
 
 def _check_name(what: str, name: str) -> None:
+    if len(name) > LONGEST_NAME:
+        raise BuildError(f"expected a name of at most {LONGEST_NAME} characters for the {what}, got {len(name)}; choose another")
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise BuildError(f"expected a Python name for the {what} (letters, digits, _; no keyword), got {name!r}; choose another")
     if name in OPERATORS:

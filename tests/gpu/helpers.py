@@ -220,7 +220,7 @@ def launch(name, params, grid):
     index = torch.cuda.current_device()
     driver.make_context_current(index)
     kernel = kernels().get(name, index)
-    driver.Launch(kernel.function, grid, kernel.record.threads, 0, params)(driver.current_stream(index))
+    kernel.launch(grid, params)(driver.current_stream(index))
 
 
 class Target:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import struct
@@ -255,7 +256,7 @@ def test_the_teams_compute_every_step_once_and_fit_the_gpu(n, h, w, k, sms, choi
     of = problem(x_shape=shape, weight_shape=(k, 12, size, size), **({} if pooled else {"pool": None}))
     (kernel,) = (r for r in fused_records("op", pool) if r.name == f"op_fused_f32_nchw_{name}")
     assume(team_size(of, kernel) <= sms)
-    pack = record("pack_f32_f16", "pack", ("f32", "f16"))
+    pack = record("pack_f32_f16", "pack", ("f32", "f16"), params_size=ctypes.sizeof(PackParams))
     with pytest.MonkeyPatch.context() as patch:
         install(patch, FakeDriver({}))
         fused = Fused(of, [LoadedKernel(r, r.name, 1) for r in (pack, kernel)], sms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -128,6 +129,15 @@ def test_another_parameter_size_than_the_records_is_refused(fake, folder):
         InstallationError, match="expected op_f16 to take 512 bytes of parameters, the cubin takes 640; reinstall the wheel"
     ):
         KernelSet(folder).get("op_f16", 0)
+
+
+def test_parameters_of_another_size_than_the_kernels_are_refused(fake, folder):
+    """Those of a kernel that another version of the package built, which fits its record."""
+    with pytest.raises(
+        InstallationError,
+        match="expected pool_avg_f32 to take 96 bytes of parameters, the manifest says 128; build the kernels again, or reinstall",
+    ):
+        KernelSet(folder).get("pool_avg_f32", 0).launch(1, ctypes.create_string_buffer(96))
 
 
 @pytest.mark.parametrize("call", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuKernelGetFunction"])

@@ -93,6 +93,7 @@ def test_the_starter_is_clean(project):
     ("name", "message"),
     [
         ("my-ops", "expected a Python name for the package .*, got 'my-ops'"),
+        ("o" * 201, "expected a name of at most 200 characters for the package, got 201"),
         ("2ops", "expected a Python name for the package .*, got '2ops'"),
         ("lambda", "expected a Python name for the package .*, got 'lambda'"),
         ("öps", "expected a Python name for the package .*, got 'öps'"),

@@ -129,6 +129,12 @@ def test_a_signature_that_does_not_say_what_its_arguments_are_is_refused(chain, 
         operator()(chain)
 
 
+def test_a_name_that_no_file_can_have_is_refused(import_source):
+    name = "o" * 201
+    with pytest.raises(ValueError, match="expected a name of at most 200 characters for the chain, got 201"):
+        import_source(f"@operator()\ndef {name}(accum):\n    return accum\n")
+
+
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_names_that_every_operator_uses_are_refused(import_source, name):
     with pytest.raises(

@@ -1,7 +1,7 @@
 // Packing kernels of the fused family: filter (K, C, R, S) -> fragments of the RS wgmma's A operand.
 //
 // fp32 -> fp16: every output channel is scaled by a power of two that brings its largest weight to [2^13, 2^14), so that weights
-// keep fp16's 11 bits down to 2^-27 of the largest one (smaller ones lose some, as TF32's do); `scales` undoes it, exactly. fp16
+// keep fp16's 11 bits down to 2^-27 of the largest one (smaller ones lose some, as TF32's do not); `scales` undoes it, exactly. fp16
 // and bf16 are packed as they are.
 //
 // A block is one warp and packs one output channel. It is so small (32 registers, no shared memory) that a CTA of the fused kernel fits

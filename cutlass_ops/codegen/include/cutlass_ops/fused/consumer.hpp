@@ -1,29 +1,13 @@
 // What empties the ring: wgmmas with the weights in registers, then chain, pool and store.
 #pragma once
 
-#include "cute/arch/mma_sm90_desc.hpp"
-#include "cute/arch/mma_sm90_gmma.hpp"
-#include "cute/atom/mma_traits_sm90_gmma.hpp"
 #include "cutlass/arch/grid_dependency_control.h"
+#include "cutlass_ops/fused/atom.hpp"
 #include "cutlass_ops/fused/lines.hpp"
 #include "cutlass_ops/fused/storer.hpp"
 #include "cutlass_ops/visitor_apply.hpp"
 
 namespace cutlass_ops::fused {
-
-// RS wgmma atoms: weights in registers, pixels in shared memory, both with K innermost. Columns: of the accumulators.
-template <class Operand, int Columns>
-struct Atom;
-template <>
-struct Atom<cutlass::half_t, 128> : cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
-template <>
-struct Atom<cutlass::half_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
-template <>
-struct Atom<cutlass::half_t, 32> : cute::SM90::GMMA::MMA_64x32x16_F32F16F16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
-template <>
-struct Atom<cutlass::bfloat16_t, 128> : cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
-template <>
-struct Atom<cutlass::bfloat16_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
 
 template <class Tile, class Chain, class Params>
 struct Consumer {
@@ -206,7 +190,7 @@ struct Consumer {
     }
   }
 
-  // A row of a wide tile. Of fp32, half of the channels are on their way while the chain of the others is computed: 31 in 0.552 -> 0.520;
+  // A row of a wide tile. Of fp32, half of the channels are on their way while the chain of the others is computed (31: 0.548 -> 0.530 ms);
   // between loads of a half and what is staged there next lies the other half's barrier. In 16 bits it is slower.
   CUTLASS_DEVICE static void store_lines(Lines<Tile> const& lines, State const (&chain)[2], float const (&upper)[32], float const (&lower)[32],
                                          uint8_t* staging) {
@@ -384,7 +368,7 @@ struct Consumer {
           int const step = segment.step + segment.count - left, rows = rows_of(params, step);
           if (!kKeepsPointer) output = to.start(params, place, {segment.image, step, 1});
           if constexpr (Tile::kChannelsLast && !Pool::kWindow) {
-            // Half of the pixels are on their way while the chain of the others is computed: 57 in 0.158 -> 0.149, but of pooled ones 10 % more.
+            // Half of the pixels are on their way while the chain of the others is computed: 57 in 0.158 -> 0.149 ms; with a pool it takes 10 % more.
             // Between loads of a half and what is staged there next lies the other half's barrier.
             __syncwarp();
             store_pixels<0>(params, to, place, staging, output, rows);

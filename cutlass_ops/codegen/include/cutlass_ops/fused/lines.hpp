@@ -2,7 +2,7 @@
 //
 // Rows that follow each other in a plane are one stream, and a row's end is a line's as good as never. A line that is written in two
 // pieces costs L2 twice and DRAM more. So what a row leaves of its last line waits in the warp's tile until the next row completes it: the
-// tile of a channel is a ring of a row and a line.
+// tile of a channel is a ring of a row and a line. Rows of more than one strip stand alone, and leave as far as they go.
 #pragma once
 
 #include "cutlass_ops/fused/tile.hpp"
@@ -66,7 +66,7 @@ struct Lines {
       uint32_t source = cute::cast_smem_ptr_to_uint(staging) + From * pitch() * kSize;
       uint32_t const place = wrapped(begin) * kSize, after = wrapped(begin + kLine) * kSize;
       uintptr_t row = reinterpret_cast<uintptr_t>(output) + From * bytes_of_plane();
-      // Loads in flight, and turns unrolled: more of them is slower, and spills (docs/performance.md).
+      // Loads in flight, and turns unrolled: straight code is slower, and spills for some chains (docs/performance.md).
       constexpr int kAhead = kSize == 4 ? 2 : 4, kUnrolled = kSize == 4 ? 2 : 1;
 #pragma unroll kUnrolled
       for (int channel = From; channel < From + Count; channel += kAhead) {
