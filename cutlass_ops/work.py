@@ -29,11 +29,11 @@ def rows_of_step(problem: Problem, record: KernelRecord) -> int:
 def unit_of_work(problem: Problem, record: KernelRecord) -> int:
     """Steps of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each.
 
-    A slice reads every input row once. Where runs of two rows of NCHW are stored (few input channels, no pool), units of one step keep all
-    SMs writing to the same few images, which DRAM takes faster than as many streams as there are SMs (docs/performance.md).
+    A slice reads every input row once. Where runs of two rows of float32 NCHW are stored (few input channels, no pool), units of one step
+    keep all SMs writing to the same few images, which DRAM takes faster than as many streams as there are SMs (docs/performance.md).
     """
     stores_runs = not problem.pool and not problem.channels_last and record.tile[2] == 16
-    return 1 if stores_runs else 0
+    return 1 if stores_runs and problem.dtype == "f32" else 0
 
 
 @dataclass(frozen=True)
