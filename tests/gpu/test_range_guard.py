@@ -71,7 +71,7 @@ MISFITTING_X = {
     "a pixel of NaN and infinity": lambda x: with_one(math.nan, (1, 0, 9, 10))(pixel(math.inf)(x)),
     **{f"NaN at {where}": with_one(math.nan, where) for where in CORNERS},
     **{f"1e6 at {where}": with_one(1e6, where) for where in CORNERS},
-    "rows of 1e6 and of 1e-7": scaled(torch.tensor([1e6, 1e6, 1e6, 1e-7, 1e-7, 1e-7], device=DEVICE).repeat(3)[:, None]),
+    "rows of 1e6 and of 1e-7": lambda x: scaled(torch.tensor([1e6, 1e6, 1e6, 1e-7, 1e-7, 1e-7], device=DEVICE).repeat(3)[:, None])(x),
     "columns of 1e30 and of 1e-30": lambda x: scaled(torch.tensor([1e30, 1e-30, 1.0, 1.0], device=DEVICE).repeat(x.shape[3] // 4))(x),
     "a pixel of 1e-7 in an empty image": lambda x: pixel(1e-7)(x * 0),
     "an image of 1e-7 with a pixel of one": lambda x: pixel(1.0)(scaled(1e-7)(x)),
