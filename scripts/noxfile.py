@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Tests of what needs a checkout, or the extras cli, bench and build.
-OF_EXTRAS = ("test_cli*", "test_benchmark*", "test_project*", "test_repository*")
+NOT_OF_WHEEL = ("test_cli*", "test_benchmark*", "test_project*", "test_repository*")
 PYTHONS = ("3.10", "3.13")  # the oldest and the newest of pyproject.toml's classifiers
 
 nox.options.error_on_missing_interpreters = True
@@ -49,5 +49,12 @@ def wheel(session: nox.Session, releases: str) -> None:
     session.chdir(session.create_tmp())  # so that the package is the installed one, not the checkout's
     unit = ROOT / "tests" / "unit"
     session.run(
-        "python", "-m", "pytest", "-p", "no:cacheprovider", str(unit), *(f"--ignore-glob={unit / n}" for n in OF_EXTRAS), *session.posargs
+        "python",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        str(unit),
+        *(f"--ignore-glob={unit / n}" for n in NOT_OF_WHEEL),
+        *session.posargs,
     )
