@@ -151,12 +151,13 @@ def gradients(function, given):
 # ---- other processes ---------------------------------------------------------------------------------------------
 
 
-def run_script(source):
+def run_script(source, *arguments):
     """The last line that a fresh process prints; unverified kernels are allowed. Raises AssertionError with all of it if it fails."""
     package = str(Path(cutlass_ops.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, ALLOW_UNVERIFIED: "1"}
-    run = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
     return run.stdout.strip().splitlines()[-1]
 
