@@ -50,7 +50,8 @@ class Fused:
         values |= {"jump_images": work.teams // units, "jump_steps": work.teams % units * unit} if unit else {}
         if nhwc:
             box = (channels, record.box_columns, 1, 1)
-            tensor = driver.TiledMap(record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=2 * channels)
+            swizzle = 0 if size == 4 else 2 * channels  # what is converted is swizzled then
+            tensor = driver.TiledMap(record.variant[0], (c, w, h, n), (c * size, w * c * size, h * w * c * size), box, swizzle=swizzle)
             values["box_bytes"] = 2 * channels * record.box_columns * size
         else:
             box = (record.box_columns, work.rows, min(channels, round_up(c, 8)), 1)

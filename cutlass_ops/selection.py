@@ -225,13 +225,12 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
     nhwc, bytes_of_row = layout == "nhwc", (c if layout == "nhwc" else w) * (4 if element == "f32" else 2)
     strides = (h * w * c, 1, w * c, c) if nhwc else (c * h * w, h * w, w, 1)
     columns = 16 // (4 if element == "f32" else 2)
+    dense = f"a dense {_LAYOUTS[nhwc]} input and result, got strides {problem.x_strides} and a {_LAYOUTS[problem.channels_last]} result"
     checks = [
         (element == problem.dtype, f"{element} tensors, got {problem.dtype}"),
         (pool_kind == (pool.kind if pool else "none"), f"pool {pool_kind}, got {pool.kind if pool else 'none'}"),
-        (
-            problem.channels_last == nhwc and problem.x_strides == strides,
-            f"a dense {_LAYOUTS[nhwc]} input and result, got strides {problem.x_strides} and a {_LAYOUTS[problem.channels_last]} result",
-        ),
+        (problem.channels_last == nhwc, dense),
+        (problem.x_strides == strides, dense),
         (size == f"{r}x{s}", f"a filter of {size.replace('x', ' x ')}, got {r} x {s}"),
         (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
         (

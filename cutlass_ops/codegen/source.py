@@ -124,7 +124,7 @@ class FusedVariant:
 
 def _variants() -> tuple[FusedVariant, ...]:
     variants = []
-    for element, layout in (("f32", "nchw"), ("f16", "nchw"), ("bf16", "nchw"), ("f16", "nhwc"), ("bf16", "nhwc")):
+    for element, layout in (("f32", "nchw"), ("f16", "nchw"), ("bf16", "nchw"), ("f32", "nhwc"), ("f16", "nhwc"), ("bf16", "nhwc")):
         for channels, size in ((64, 3), (16, 3), (64, 1)):
             # The narrower tile of a kernel that is not shifted pays where the converters are busiest.
             if (element, channels) == ("f32", 64) or layout == "nhwc":

@@ -31,7 +31,7 @@ GENERAL_PLANS = {
 }
 #: The fused plan of a dtype, and the dtypes of the kinds of `cases.FUSED`.
 FUSED_PLANS = {torch.float32: "fused-f16", torch.float16: "fused-f16", torch.bfloat16: "fused-bf16"}
-FUSED_DTYPES = {"f32": DTYPES[:1], "half": DTYPES[1:], "half channels_last": DTYPES[1:]}
+FUSED_DTYPES = {"f32": DTYPES[:1], "half": DTYPES[1:]} | {"f32 channels_last": DTYPES[:1], "half channels_last": DTYPES[1:]}
 
 
 def name_of(value):

@@ -14,16 +14,20 @@ from .helpers import DEVICE, activation, assert_same_bits, call, filters, genera
 TF32 = "two-kernel-tf32"
 GUARDED = "two-kernel-f16-guarded"  # the other plans with fp16 operands are of fused kernels
 X, WEIGHT = (3, 24, 18, 20), (40, 24, 3, 3)
-#: Problems of the other fused kernels of fp32 tensors; padding 1 has one of its own.
+#: Problems of the other fused kernels of fp32 tensors; padding 1 has one of its own in NCHW.
 OTHERS = {
     "few channels": ((3, 12, 18, 20), (40, 12, 3, 3), 0),
     "1 x 1": (X, (40, 24, 1, 1), 0),
     "padded": (X, WEIGHT, 1),
     "wide": ((40, 24, 18, 104), (48, 24, 3, 3), 0),  # several rows for a CTA
     "wide, 1 x 1": ((40, 24, 18, 104), (48, 24, 1, 1), 0),
+    "channels_last": ((40, 24, 18, 104), (48, 24, 3, 3), 0),
+    "channels_last, few channels": ((3, 12, 18, 20), (40, 12, 3, 3), 1),
+    "channels_last, 1 x 1": (X, (40, 24, 1, 1), 0),
 }
 CENTRE, CORNERS = (1, 11, 9, 10), ((0, 0, 0, 0), (-1, -1, -1, -1), (0, -1, -1, 0), (-1, 0, 0, -1))
 each_operator = pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpool], ids=name_of)
+each_layout = pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 
 
 def with_one(value, where=CENTRE):
@@ -105,12 +109,17 @@ FITTING_WEIGHT = {
 }
 
 
-def inputs(op, key, change_x=None, change_weight=None, shapes=(X, WEIGHT)):
+def in_layout(x, name):
+    """x as the name of a problem says."""
+    return x.contiguous(memory_format=torch.channels_last) if name.startswith("channels_last") else x
+
+
+def inputs(op, key, change_x=None, change_weight=None, shapes=(X, WEIGHT), layout="contiguous"):
     """x and weight (no bias, which could hide small results), changed; and the guarded plans that serve them."""
     random = generator(op.spec.name, key)
     x, weight = (make(shape, torch.float32, random) for make, shape in zip((activation, filters), shapes))
     x, weight = change_x(x) if change_x else x, change_weight(weight) if change_weight else weight
-    tensors = [x, weight]
+    tensors = [in_layout(x, layout), weight]
     plans = guarded(op, tensors)
     assert GUARDED in plans
     return tensors, plans
@@ -142,7 +151,7 @@ def test_x_that_does_not_fit_is_served_by_tf32_operands(op, change):
 @pytest.mark.parametrize("change", MISFITTING_X)
 def test_each_fused_kernel_computes_what_does_not_fit_again(op, problem, change):
     *shapes, padding = OTHERS[problem]
-    tensors, _ = inputs(op, (change, problem), change_x=MISFITTING_X[change], shapes=shapes)
+    tensors, _ = inputs(op, (change, problem), change_x=MISFITTING_X[change], shapes=shapes, layout=problem)
     assert "fused-f16" in serving(op, *tensors, precision="tf32", padding=padding)
     assert_accurate(op, tensors, ["fused-f16"], padding=padding)
 
@@ -207,11 +216,14 @@ def call_in_used_memory(plan, op, *args, **kwargs):
 
 
 @each_operator
+@each_layout
 @pytest.mark.parametrize("run", [call, call_in_used_memory], ids=name_of)
-def test_the_flag_is_cleared_between_calls(op, run):
+def test_the_flag_is_cleared_between_calls(op, layout, run):
     x, weight = witness()
     # In the same step of a fused kernel, which computes again what is marked alone, and in no window of the witness.
     large_x, large_weight = with_one(1e6, (0, 3, 3, 15))(x), torch.cat([weight, torch.full_like(weight[:1], 1e6)])
+    x, large_x = in_layout(x, layout), in_layout(large_x, layout)
+    assert "fused-f16" in guarded(op, (x, weight))
     for plan in guarded(op, (x, weight)):
         for _ in range(3):
             assert operands(plan, op, x, weight, run) == "f16"
@@ -222,13 +234,17 @@ def test_the_flag_is_cleared_between_calls(op, run):
     assert operands(TF32, op, x, weight, run) == "tf32"
 
 
-@pytest.mark.parametrize("channels", [1, 8, 24])
+@pytest.mark.parametrize(
+    ("channels", "layout"), [(1, "contiguous"), (8, "contiguous"), (24, "contiguous"), *((c, "channels_last") for c in (4, 24))]
+)
 @pytest.mark.parametrize("start", [8, 16, 40, 64])
-def test_a_stripe_of_small_values_keeps_its_bits(channels, start):
+def test_a_stripe_of_small_values_keeps_its_bits(channels, layout, start):
     """Columns of 2e-8 among ones: results that see the stripe alone are as exact as with TF32 operands, wherever it lies."""
     random = generator("stripe", channels)
     x, weight = torch.ones(2, channels, 20, 128, device=DEVICE), activation((40, channels, 3, 3), torch.float32, random) + 0.5
     x[..., start : start + 8] = 2e-8
+    x = in_layout(x, layout)
+    assert "fused-f16" in guarded(conv2d, (x, weight))
     expected = torch.nn.functional.conv2d(x.double(), weight.double())[..., start : start + 6]
     for plan in guarded(conv2d, (x, weight)):
         if plan != GUARDED:  # which looks at the largest magnitude of more pixels

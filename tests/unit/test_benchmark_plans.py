@@ -31,7 +31,7 @@ def expected_plans(group):
     if group.dtype is not torch.float32:
         kind = "bf16" if group.dtype is torch.bfloat16 else "f16"
         return [f"fused-{kind}", f"two-kernel-{kind}"]
-    return [*([] if group.channels_last else ["fused-f16"]), "two-kernel-f16-guarded", "two-kernel-tf32"]
+    return ["fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32"]
 
 
 @pytest.mark.parametrize("group", groups(list(CASES), quick=False), ids=str)

@@ -66,8 +66,8 @@ def test_all_shows_the_kernels_that_operators_share_too(listed):
 
 def test_a_folder_of_ones_own(listed, folder):
     _, _, row = listed("--kernels", folder)
-    assert row.split()[:5] == ["some_operator", "f32", "f16", "bf16", "19"]
-    assert "18 of 19: NVIDIA H200 2026-01-01 to 2026-01-02" in row
+    assert row.split()[:5] == ["some_operator", "f32", "f16", "bf16", "22"]
+    assert "21 of 22: NVIDIA H200 2026-01-01 to 2026-01-02" in row
     rows = {line.split()[0]: line for line in listed("some_operator", "--kernels", folder)[2:]}
     assert rows["some_operator_bf16"].endswith("  no")
     assert rows["some_operator_f16"].endswith("  NVIDIA H200 2026-01-01")

@@ -105,10 +105,11 @@ def test_the_packing_reads_the_callers_filter_as_it_lies(gpu):
         (inputs(c=3), 16, 2),
         (inputs(c=17), 64, 8),
         (inputs(c=8, size=1), 64, 8),
+        (inputs(c=12, channels_last=True), 16, 0),
         (inputs(c=8, dtype=torch.float16, channels_last=True), 16, 0),
         (inputs(c=24, dtype=torch.bfloat16, channels_last=True), 64, 0),
     ],
-    ids=["few", "many", "1x1", "few in nhwc", "many in nhwc"],
+    ids=["few", "many", "1x1", "few of fp32 in nhwc", "few in nhwc", "many in nhwc"],
 )
 def test_the_packing_orders_channels_as_the_ring_does(gpu, given, channels, chunks):
     gpu.run(*given)
@@ -174,11 +175,14 @@ def test_nchw_is_read_where_it_lies_two_rows_of_all_channels_at_a_time(gpu, c, d
 
 
 @pytest.mark.parametrize(("c", "box", "swizzle"), [(8, [16, 130, 1, 1], "32B"), (24, [64, 66, 1, 1], "128B")])
-def test_channels_last_is_read_where_it_lies_a_row_at_a_time(gpu, c, box, swizzle):
-    x, weight, v = inputs(c=c, dtype=torch.float16, channels_last=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_channels_last_is_read_where_it_lies_a_row_at_a_time(gpu, c, box, swizzle, dtype):
+    x, weight, v = inputs(c=c, dtype=dtype, channels_last=True)
     y = gpu.run(x, weight, v)
-    assert tensor_map(gpu) == ("FLOAT16", x.data_ptr(), [c, 16, 9, 2], [c * 2, 16 * c * 2, 144 * c * 2], box, swizzle)
-    assert numbers(launches(gpu)[1])["box_bytes"] == 2 * box[0] * box[1] * 2  # a slot has two rows
+    size, element = dtype.itemsize, str(dtype).removeprefix("torch.").upper()
+    swizzle = "NONE" if size == 4 else swizzle  # what is converted is swizzled then
+    assert tensor_map(gpu) == (element, x.data_ptr(), [c, 16, 9, 2], [c * size, 16 * c * size, 144 * c * size], box, swizzle)
+    assert numbers(launches(gpu)[1])["box_bytes"] == 2 * box[0] * box[1] * size  # a slot has two rows
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 

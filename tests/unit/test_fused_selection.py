@@ -13,7 +13,8 @@ from .records import LARGE, all_records, problem
 RECORDS = all_records("op")
 ALL = frozenset(r.sha256 for r in RECORDS)
 HALF = {"dtype": "f16", "precision": "f16"}
-NHWC = HALF | {"channels_last": True}
+F32_NHWC = {"channels_last": True}
+NHWC = HALF | F32_NHWC
 ONE_BY_ONE = {"weight_shape": (128, 64, 1, 1)}
 
 
@@ -42,6 +43,10 @@ def few(channels):
         (HALF | few(3), "f16_nchw_c16_3x3_shifted"),
         (HALF | ONE_BY_ONE | {"padding": (1, 3)}, "f16_nchw_c64_1x1_shifted"),
         (NHWC | {"padding": (2, 1)}, "f16_nhwc_c64_3x3"),
+        (F32_NHWC | {"padding": (2, 1)}, "f32_nhwc_c64_3x3"),
+        (F32_NHWC | few(12), "f32_nhwc_c16_3x3"),
+        (F32_NHWC | few(20), "f32_nhwc_c64_3x3"),
+        (F32_NHWC | ONE_BY_ONE | {"padding": (0, 1)}, "f32_nhwc_c64_1x1"),
         (NHWC | few(8), "f16_nhwc_c16_3x3"),
         (NHWC | ONE_BY_ONE, "f16_nhwc_c64_1x1"),
         ({"weight_shape": (1, 64, 3, 3)}, "f32_nchw_c64_3x3"),
@@ -70,6 +75,7 @@ def test_the_fused_kernel_of_a_problem(changes, kernel):
         (HALF | {"x_shape": (2, 64, 40, 64)}, "f16_nchw_c64_3x3_shifted"),
         (few(16), "f32_nchw_c16_3x3_shifted"),
         (NHWC, "f16_nhwc_c64_3x3"),
+        (F32_NHWC, "f32_nhwc_c64_3x3"),
     ],
 )
 def test_what_is_not_pooled_is_stored_in_whole_rows(changes, kernel):
@@ -120,7 +126,8 @@ def test_a_fused_kernel_serves_its_own_pool_alone(pool):
         ({"weight_shape": (8, 64, 1, 3)}, "expected a filter of 3 x 3, got 1 x 3"),
         ({"stride": (2, 1)}, "expected stride and dilation 1, got (2, 1), (1, 1)"),
         ({"dilation": (1, 2)}, "expected stride and dilation 1, got (1, 1), (1, 2)"),
-        ({"channels_last": True}, "expected a dense contiguous (NCHW) input and result, got strides"),
+        (F32_NHWC | few(6), "expected pixels of whole 16 bytes for TMA, got 24 bytes"),
+        ({"x_strides": (64 * 128 * 129, 1, 64 * 129, 64)} | F32_NHWC, "expected a dense channels_last input and result, got strides"),
         ({"x_strides": (65 * 128 * 128, 128 * 128, 128, 1)}, "expected a dense contiguous (NCHW) input and result, got strides"),
         ({"weight_shape": (132 // 2 * 128 + 1, 64, 3, 3)}, "expected at most 132 strips x channel blocks, got width 63, 8449 channels"),
         (

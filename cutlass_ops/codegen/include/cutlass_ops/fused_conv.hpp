@@ -5,8 +5,8 @@
 // swizzled row of all channels a pixel, in a ring of input rows: a filter tap is a shifted start address of the B descriptor, so
 // every pixel is read from device memory once. The accumulator layout puts each 2 x 2 window of conv outputs into one thread.
 //
-//   producers    TMA by one thread: raw tiles of NCHW, or the ring's rows themselves for channels_last (zero outside the image and
-//                beyond C); for NCHW four warps also convert: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16
+//   producers    TMA by one thread: raw tiles, or the ring's rows themselves for 16-bit channels_last (zero outside the image and
+//                beyond C); for raw tiles four warps also convert: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16
 //                cannot hold. Two such teams of four take turns at the slots where store warps make stores fast enough for it
 //   consumers    8 warps: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store; 1 x 128 where wide
 //                rows are stored (lines.hpp)
@@ -34,7 +34,7 @@ struct FusedConv : Tile_ {
 
   CUTLASS_DEVICE static void initialize(Params const& params, SharedStorage& storage, int team, int teams, int strip) {
     for (int i = threadIdx.x; i < int(sizeof(storage.misfits) / 4); i += Tile::kThreads) storage.misfits[i] = 0;
-    if (Tile::kConverts && params.box_bytes < Tile::kRawBytes) {  // channels that no load writes
+    if (Tile::kConverts && params.box_bytes < Tile::kRawBytes) {  // channels and columns that no load writes
       for (int i = threadIdx.x; i < int(sizeof(storage.raw) / 16); i += Tile::kThreads)
         reinterpret_cast<uint4*>(storage.raw)[i] = make_uint4(0, 0, 0, 0);
     }

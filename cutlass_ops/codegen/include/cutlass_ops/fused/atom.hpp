@@ -23,4 +23,15 @@ struct Atom<cutlass::bfloat16_t, 128> : cute::SM90::GMMA::MMA_64x128x16_F32BF16B
 template <>
 struct Atom<cutlass::bfloat16_t, 64> : cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K> {};
 
+// The accumulators of one part, or of two side by side.
+template <class Atom, int N, size_t... I>
+CUTLASS_DEVICE void mma(float (&d)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale, std::index_sequence<I...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
+}
+template <class Atom, int N, size_t... I>
+CUTLASS_DEVICE void mma(float (&d)[N], float (&e)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale,
+                        std::index_sequence<I...>) {
+  Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., e[I]..., scale);
+}
+
 }  // namespace cutlass_ops::fused

@@ -18,16 +18,6 @@ struct Consumer {
   using State = typename Apply<Chain>::State;
   using Weights = uint32_t[Tile::kFragments][4];
 
-  template <class Atom, int N, size_t... I>
-  CUTLASS_DEVICE static void mma(float (&d)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale, std::index_sequence<I...>) {
-    Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., scale);
-  }
-  template <class Atom, int N, size_t... I>
-  CUTLASS_DEVICE static void mma(float (&d)[N], float (&e)[N], uint32_t const (&a)[4], uint64_t b, cute::GMMA::ScaleOut scale,
-                                 std::index_sequence<I...>) {
-    Atom::fma(a[0], a[1], a[2], a[3], b, d[I]..., e[I]..., scale);
-  }
-
   // Issues the products of a step with its input slots from First to Last. The accumulators' parts are two rows of the convolution, of
   // N * 2 columns each, or columns from 0 and from 64 on of one row, where 32 + 32 a thread are one atom's. The first product of a
   // part overwrites it.
@@ -232,32 +222,39 @@ struct Consumer {
   }
 
   // The warp's staging tile -> device memory, of channels_last: 16 channels of the pixels of 32 columns from Half * 32 on. rows: that are
-  // left of the image (without a pool).
-  template <int Half>
+  // left of the image (without a pool). Unroll: of a lane's 16-byte pieces. All eight of fp32's in straight code spill.
+  template <int Half, int Unroll = 4>
   CUTLASS_DEVICE static void store_pixels(Params const& params, Store const& to, Place const& place, uint8_t const* staging, Element* output,
                                           int rows) {
+    constexpr int kPiece = 16 / int(sizeof(Element)), kLanes = 16 / kPiece, kTurn = 32 / kLanes;  // channels of a lane; lanes of a pixel; pixels
+    constexpr int kColumns = Pool::kWindow ? 16 : 32, kRow = 2 * kColumns, kTurns = Tile::kPixels / 2 / kTurn;
     auto const* tile = reinterpret_cast<Element const*>(staging);
-    bool const whole = to.channels == 16 && to.pitch % 8 == 0;  // 16-byte pieces
-    constexpr int kRow = Pool::kWindow ? 32 : 64;
-#pragma unroll
-    for (int i = 0; i < Tile::kPixels / 16; ++i) {
-      if (i * 16 % kRow / (kRow / 2) != Half) continue;
-      int const pixel = i * 16 + place.lane / 2, channel = place.lane % 2 * 8, row = pixel / kRow, column = pixel % kRow;
+    bool const whole = to.channels == 16 && to.pitch % kPiece == 0;
+    // Of fp32, eight lanes take pixels four apart, whose 16 channels lie in different banks.
+    int const own = kLanes == 2 ? place.lane / 2 : place.lane / 8 + place.lane / 4 % 2 * 4, channel = place.lane % kLanes * kPiece;
+#pragma unroll Unroll
+    for (int i = 0; i < kTurns; ++i) {
+      int const row = i * kTurn / kColumns, column = Half * kColumns + i * kTurn % kColumns + own;
       if (column >= to.columns || (!Pool::kWindow && row >= rows)) continue;
       Element* target = output + (int64_t(row) * params.out_w + column) * to.pitch + channel;
-      Element const* source = tile + pixel * Tile::kStagingPixel + channel;
+      Element const* source = tile + (row * kRow + column) * Tile::kStagingPixel + channel;
       if (whole) {
         *reinterpret_cast<uint4*>(target) = *reinterpret_cast<uint4 const*>(source);
       } else {
 #pragma unroll 4  // straight code computes its comparisons ahead, for all steps, and spills
-        for (int c = 0; c < min(8, to.channels - channel); ++c) target[c] = source[c];
+        for (int c = 0; c < min(kPiece, to.channels - channel); ++c) target[c] = source[c];
       }
     }
   }
 
-  // The same of NCHW, all of the tile.
-  CUTLASS_DEVICE static void store(Store const& to, Place const& place, uint8_t const* staging, Element* output, int rows) {
-    if constexpr (Pool::kWindow) {
+  // All of the tile.
+  template <int Unroll = 4>
+  CUTLASS_DEVICE static void store(Params const& params, Store const& to, Place const& place, uint8_t const* staging, Element* output,
+                                   int rows) {
+    if constexpr (Tile::kChannelsLast) {
+      store_pixels<0, Unroll>(params, to, place, staging, output, rows);
+      store_pixels<1, Unroll>(params, to, place, staging, output, rows);
+    } else if constexpr (Pool::kWindow) {
       auto const* tile = reinterpret_cast<float const*>(staging) + place.lane;
       output += place.lane;
       int const channels = place.lane < to.columns ? to.channels : 0;
@@ -378,12 +375,7 @@ struct Consumer {
           } else {
             stage(params, place, staging, chain, upper, lower, 16, 1);
             __syncwarp();
-            if constexpr (Tile::kChannelsLast) {
-              store_pixels<0>(params, to, place, staging, output, rows);
-              store_pixels<1>(params, to, place, staging, output, rows);
-            } else {
-              store(to, place, staging, output, rows);
-            }
+            store(params, to, place, staging, output, rows);
             __syncwarp();
           }
         }

@@ -17,6 +17,7 @@ template <class Tile, class Chain, class Params>
 struct Redo {
   using SharedStorage = typename Tile::SharedStorage;
   using Produce = Producer<Tile, Params>;
+  using Convert = typename Produce::Convert;
   using Consume = Consumer<Tile, Chain, Params>;
   static constexpr int kBinades = 28, kTop = 14;  // the largest value is scaled to [2^14, 2^15)
   static constexpr int kConverters = Tile::kConverters - 1;  // here the first of the producer warps loads, and nothing else
@@ -89,7 +90,7 @@ struct Redo {
     uint32_t rest = 0;
     float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
 #pragma unroll 1
-    for (typename Produce::template Walk<kConverters> walk(raw, slot, converter_index()); walk.valid(); walk.advance()) {
+    for (typename Convert::template Walk<kConverters> walk(raw, slot, converter_index()); walk.valid(); walk.advance()) {
       auto const scaled = [&](float v) {
         uint32_t const magnitude = __float_as_uint(v) & 0x7fffffffu;
         if (magnitude < low) rest = max(rest, magnitude);
@@ -97,14 +98,10 @@ struct Redo {
         return special ? v : magnitude >= low && magnitude < limit ? v * first * second : 0.f;
       };
 #pragma unroll 1
-      for (int j = 0; j < 4; ++j) {
-        uint32_t const source = walk.source + 2 * j * Produce::kChannelStep;
-        float2 const a = Produce::load_floats(source), b = Produce::load_floats(source + Produce::kChannelStep);
-        uint32_t const even = Produce::halves(scaled(a.x), scaled(b.x)), odd = Produce::halves(scaled(a.y), scaled(b.y));
-        if (write && walk.needed()) {
-          Produce::store_shared(walk.target + 4 * j, even);
-          Produce::store_shared(walk.odd_target() + 4 * j, odd);
-        }
+      for (int part = 0; part < Convert::kParts; ++part) {
+        float4 const v = Convert::load(walk, part);
+        uint32_t const first = halves(scaled(v.x), scaled(v.y)), second = halves(scaled(v.z), scaled(v.w));
+        if (write) Convert::store(walk, part, first, second);
       }
     }
     return rest;
@@ -217,7 +214,7 @@ struct Redo {
         lines.template store<0, 16>(staging);
       } else {
         typename Consume::Store const to(params, place);
-        Consume::store(to, place, staging, to.start(params, place, step), Consume::rows_of(params, step.step));
+        Consume::template store<1>(params, to, place, staging, to.start(params, place, step), Consume::rows_of(params, step.step));
       }
       __syncwarp();
     });

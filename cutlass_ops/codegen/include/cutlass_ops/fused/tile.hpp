@@ -55,8 +55,8 @@ struct Tile {
   using Pool = Pool_;
   using Operand = cute::conditional_t<cute::is_same_v<Element, float>, cutlass::half_t, Element>;
   static constexpr bool kChannelsLast = ChannelsLast_, kShifted = Shifted_;
-  // Converters bring NCHW into the ring; TMA alone brings channels_last.
-  static constexpr bool kConverts = !kChannelsLast;
+  // Converters bring NCHW and fp32 into the ring; TMA alone brings 16-bit channels_last.
+  static constexpr bool kConverts = !kChannelsLast || sizeof(Element) == 4;
   // A step is one row of 128 columns instead of two of 64, for 64 input channels without a pool (NCHW): rows are written whole.
   static constexpr bool kWide = Wide_;
   static constexpr int kRows = kWide ? 1 : 2;  // of the convolution a step, and of the input a slot
@@ -75,8 +75,8 @@ struct Tile {
   static constexpr int kStoreWarps = !Pool::kWindow && !kChannelsLast && kChannels == 16 ? 4 : 0;
   // The warpgroups take turns at the tensor cores, so that one runs chain and stores while the other multiplies. Left to themselves they
   // fall into step within five steps, since stores are slower beside the other's products, and then the tensor cores wait for both.
-  // Where fp32 is pooled, stores are few and it does not pay; with few products a step neither (docs/performance.md).
-  static constexpr bool kTakesTurns = kChannels == 64 && R == 3 && !(Pool::kWindow && sizeof(Element) == 4);
+  // Where fp32 NCHW is pooled, stores are few and it does not pay; with few products a step neither (docs/performance.md).
+  static constexpr bool kTakesTurns = kChannels == 64 && R == 3 && !(Pool::kWindow && sizeof(Element) == 4 && !kChannelsLast);
   // Four warps convert a slot. Where stores are not in the consumers' way, two such teams take turns.
   static constexpr int kConsumerWarps = 8, kConverters = 4, kTeams = kStoreWarps ? 2 : 1, kProducerWarps = kTeams * kConverters;
   static constexpr int kThreads = 32 * (kProducerWarps + kConsumerWarps + kStoreWarps);
@@ -89,14 +89,15 @@ struct Tile {
   static constexpr int kFloatColumns = kWide ? 136 : kShifted ? 76 : 68;
   static constexpr int kBoxColumns = kChannelsLast ? kColumns : kChannels == 16 ? 144 : sizeof(Element) == 4 ? kFloatColumns : kRingColumns;
   static constexpr int kBoxPixels = kRows * kBoxColumns;
-  static_assert(kColumns <= kBoxColumns && (!kConverts || (kBoxColumns * sizeof(Element)) % 16 == 0));
+  static_assert(kColumns <= kBoxColumns && (kChannelsLast || (kBoxColumns * sizeof(Element)) % 16 == 0));
   static constexpr int kPixelBytes = kChannels * 2, kRowBytes = kRingColumns * kPixelBytes;
   static_assert(kRowBytes % (8 * kPixelBytes) == 0);
   // A stage a team is on its way, and one is converted. With few input channels reading further ahead gets in the way of the stores; where
   // warpgroups take turns and shared memory is left, it helps (16-bit NCHW, pooled: 0.45 -> 0.40).
   static constexpr bool kReadsAhead = kConverts && kChannels == 64 && !kWide && sizeof(Element) == 2;
   static constexpr int kSlots = kReadsAhead ? 6 : kConverts ? 4 : 8, kRawStages = kReadsAhead ? 3 : kConverts ? 2 * kTeams : 1;
-  static constexpr int kRawBytes = kConverts ? kChannels * kBoxPixels * int(sizeof(Element)) : 128;
+  static constexpr int kRawPixels = kChannelsLast ? kRows * kRingColumns : kBoxPixels;
+  static constexpr int kRawBytes = kConverts ? kChannels * kRawPixels * int(sizeof(Element)) : 128;
   // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
   static constexpr int kProducerRegisters = kChannels == 64 ? 24 : kStoreWarps ? 64 : 72;
   static constexpr int kConsumerRegisters = kChannels == 64 ? 240 : kStoreWarps ? 144 : 208;
@@ -111,7 +112,7 @@ struct Tile {
   // Warps stage 16 channels: x 32 pooled columns, as fp32, or x 2 rows x 64 columns. Pitches are free of bank conflicts for what
   // the accumulators' layout writes. channels_last: 16 channels of a pixel, in whole 16 bytes.
   static constexpr int kPixels = Pool::kWindow ? 32 : 128;  // of a warp's tile
-  static constexpr int kStagingRow = 64 + 16 / int(sizeof(Element)), kStagingPitch = 36, kStagingPixel = 24;
+  static constexpr int kStagingRow = 64 + 16 / int(sizeof(Element)), kStagingPitch = 36, kStagingPixel = sizeof(Element) == 4 ? 20 : 24;
   static constexpr int kRowsBytes = 32 * kStagingRow * int(sizeof(Element));
   // Rows of NCHW results have even sizes: those of x are multiples of 16 bytes, for TMA, and filters have odd ones.
   struct alignas(2 * sizeof(Element)) Pair {
@@ -123,7 +124,7 @@ struct Tile {
   // A tile of the store warps: 8 channels x 2 rows x 128 columns. It also holds what redo.hpp stages.
   static constexpr int kTiles = kStoreWarps ? kConsumerWarps : 1;
   static constexpr int kRunPitch = 264, kRunBytes = 8 * kRunPitch * int(sizeof(Element));
-  static constexpr int kStagingBytes = kChannelsLast     ? kPixels * kStagingPixel * 2
+  static constexpr int kStagingBytes = kChannelsLast     ? kPixels * kStagingPixel * int(sizeof(Element))
                                        : Pool::kWindow   ? 16 * kStagingPitch * 4
                                        : kWide           ? kLinesBytes
                                        : kStoreWarps > 0 ? cute::max(kRunBytes, kRowsBytes)
