@@ -184,9 +184,9 @@ _SMALL = (
     Sample("channels_last", (2, 24, 9, 12), (16, 3, 3), "channels_last", arguments=(("padding", 1),)),
     Sample("few channels_last", (2, 8, 9, 12), (72, 3, 3), "channels_last"),
     Sample("1 x 1 channels_last", (2, 24, 5, 7), (20, 1, 1), "channels_last"),
-    # Likewise: more rows than the ring has slots.
-    Sample("channels_last rows", (76, 20, 16, 12), (16, 3, 3), "channels_last"),
-    Sample("few channels_last rows", (76, 8, 16, 12), (16, 3, 3), "channels_last"),
+    # Likewise: three steps for a CTA, of two images, which read more slots than the ring has.
+    Sample("channels_last rows", (200, 20, 6, 12), (16, 3, 3), "channels_last"),
+    Sample("few channels_last rows", (200, 8, 6, 12), (16, 3, 3), "channels_last"),
     Sample("odd", (3, 13, 11, 9), (70, 5, 2), arguments=(("padding", (2, 1)), ("dilation", (1, 2)))),
     Sample("sliced", (2, 19, 13, 15), (7, 3, 4), "sliced", arguments=(("stride", (2, 1)), ("padding", (0, 1)))),
     Sample("narrow", (2, 1, 5, 7), (7, 1, 1)),
