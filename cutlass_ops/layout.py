@@ -8,6 +8,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .problem import is_channels_last
+
 __all__ = ["as_vector", "flat_strides", "in_format", "presentable"]
 
 
@@ -29,10 +31,10 @@ def flat_strides(shape: Sequence[int], strides: Sequence[int]) -> Optional[tuple
 
 
 def presentable(tensor: Tensor) -> Tensor:
-    """The tensor itself where the conversion kernel can walk it, else a contiguous copy."""
+    """The tensor itself where the conversion kernel can walk it, else a dense copy in its memory format."""
     if not tensor.numel() or flat_strides(tensor.shape, tensor.stride()) is not None:
         return tensor
-    return tensor.contiguous()
+    return tensor.contiguous(memory_format=torch.channels_last if is_channels_last(tensor) else torch.contiguous_format)
 
 
 def as_vector(vector: Optional[Tensor]) -> Optional[Tensor]:

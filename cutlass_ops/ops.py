@@ -325,7 +325,9 @@ class Operator:
         """The facts of a call whose arguments have been checked."""
         px, pw = presentable(x), presentable(weight)
         # Of the given tensors, as in a prepared call's key: whether a copy is aligned must not depend on which call came first.
-        aligned = x.device.type != "cuda" or (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        # A tensor elsewhere stands for one on a GPU, whose storage would begin at whole 16 bytes.
+        places = [t.data_ptr() if t.is_cuda else t.storage_offset() * t.element_size() for t in (x, weight)]
+        aligned = all(place % 16 == 0 for place in places)
         return Problem(
             operator=self.spec.name,
             dtype=DTYPES[x.dtype],

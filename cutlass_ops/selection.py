@@ -233,6 +233,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         (problem.x_strides == strides, dense),
         (size == f"{r}x{s}", f"a filter of {size.replace('x', ' x ')}, got {r} x {s}"),
         (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
+        (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
         (
             bytes_of_row % 16 == 0 and problem.aligned,
             f"{'pixels' if nhwc else 'rows'} of whole 16 bytes for TMA, got {bytes_of_row} bytes (aligned: {problem.aligned})",
@@ -243,7 +244,6 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         ),
         (n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
         (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
-        (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
         # A wide kernel's first row must reach the end of the 128-byte line that it begins in: what lies before it there is another CTA's.
         (rows_of_step(problem, record) != 1 or out_w >= 8 * columns, f"a result of at least {8 * columns} columns, got {out_w}"),
         (

@@ -150,7 +150,7 @@ class _Convert:
         for index in operands:
             shape = (problem.x_shape, problem.weight_shape)[index]
             strides = flat_strides(shape, (problem.x_strides, problem.weight_strides)[index])
-            assert strides is not None, "presentable() makes such tensors contiguous"
+            assert strides is not None, "presentable() copies such tensors"
             job = self.params.jobs[index]
             job.batch_stride, job.channel_stride, job.pixel_stride = strides
             job.batch, job.channels, job.pixels, job.padded_channels = shape[0], shape[1], shape[2] * shape[3], channels

@@ -186,14 +186,14 @@ def test_weights_that_fit_are_as_accurate_as_eager_tf32(op, change):
 SMALL = 2.0**-20  # in fp16 the neighbours of SMALL are 2^-24 away, in TF32 2^-30
 
 
-def witness():
+def witness(channels=8):
     """x and weight for which TF32 operands give SMALL * (1 + 2^-10) in y[0, :, 0, 0], and fp16 ones SMALL.
 
     Ones elsewhere, also at the same pixels, so that no patch is too small for fp16.
     """
-    x = torch.ones(2, 8, 18, 20, device=DEVICE)
+    x = torch.ones(2, channels, 18, 20, device=DEVICE)
     x[0, 0, 1:3, 1:3] = SMALL * (1 + 2.0**-10)
-    weight = torch.zeros(16, 8, 3, 3, device=DEVICE)
+    weight = torch.zeros(16, channels, 3, 3, device=DEVICE)
     weight[:, 0, 1, 1] = 1
     return x, weight
 
@@ -234,12 +234,25 @@ def test_the_flag_is_cleared_between_calls(op, layout, run):
     assert operands(TF32, op, x, weight, run) == "tf32"
 
 
+@each_layout
+@pytest.mark.parametrize("channels", [8, 24])
+def test_a_lone_small_group_passes_and_two_are_computed_again(channels, layout):
+    """Eight pixels of row 0, in one channel or in two; all others are ones."""
+    x, weight = witness(channels)
+    weight[:, 0] = 0
+    weight[:, 0, 0, 1] = 1
+    x[0, 0] = 1
+    for small, wanted in ((1, "f16"), (2, "tf32")):
+        x[0, :small, 0, :8] = SMALL * (1 + 2.0**-10)
+        assert operands("fused-f16", conv2d, in_layout(x, layout), weight, call) == wanted
+
+
 @pytest.mark.parametrize(
     ("channels", "layout"), [(1, "contiguous"), (8, "contiguous"), (24, "contiguous"), *((c, "channels_last") for c in (4, 24))]
 )
 @pytest.mark.parametrize("start", [8, 16, 40, 64])
 def test_a_stripe_of_small_values_keeps_its_bits(channels, layout, start):
-    """Columns of 2e-8 among ones: results that see the stripe alone are as exact as with TF32 operands, wherever it lies."""
+    """Columns of 2e-8 among ones: results that see the stripe alone are as exact as with TF32 operands, whichever group it is."""
     random = generator("stripe", channels)
     x, weight = torch.ones(2, channels, 20, 128, device=DEVICE), activation((40, channels, 3, 3), torch.float32, random) + 0.5
     x[..., start : start + 8] = 2e-8

@@ -47,6 +47,14 @@ def test_the_work_of_a_fused_kernel_without_a_pool_and_with_few_channels():
     assert found["moved"] == pytest.approx((128 * 3 * 128 * 128 + 128 * 64 * 126 * 126) * 4 / 1e6)
 
 
+def test_float32_channels_last_takes_slices_and_loads_all_channels_of_its_tile():
+    # 63 steps an image, ceil(128 * 63 / 132) = 62 for the busiest team, in two images at most.
+    few = {"x_shape": (128, 8, 128, 128), "weight_shape": (64, 8, 3, 3), "pool": None, "channels_last": True}
+    found = work("fused-f16", **few)
+    assert found["outputs"] == pytest.approx(62 * 256 * 64 / 1e3)
+    assert found["staged"] == pytest.approx((62 + 1) * 2 * 130 * 16 / 1e3)
+
+
 def test_columns_of_an_empty_strip_count():
     """An image of 14 columns costs a fused kernel what one of 64 does."""
     narrow = work("fused-f16", **HALF, x_shape=(128, 64, 14, 14), padding=(1, 1), pool=None)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutlass_ops import AvgPool2d, Operator, Vector, operator, use_plan
-from cutlass_ops.layout import flat_strides
+from cutlass_ops import AvgPool2d, Operator, Vector, conv2d, operator, use_plan
+from cutlass_ops.layout import flat_strides, presentable
 from cutlass_ops.two_kernel import ConvertParams, PoolParams
 
 from .fake_driver import STREAM, Cleared, FakeDriver, install
@@ -299,3 +299,23 @@ def test_flat_strides_walk_the_same_elements_or_there_are_none(shape, strides, e
         batch, channel, pixel = flat
         for index in itertools.product(range(n), range(c), range(h), range(w)):
             assert offset(*index) == index[0] * batch + index[1] * channel + (index[2] * w + index[3]) * pixel
+
+
+def test_a_tensor_that_cannot_be_walked_is_copied_in_its_own_memory_format():
+    x = torch.randn(2, 8, 10, 12)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        whole = x.contiguous(memory_format=memory_format)
+        assert presentable(whole) is whole
+        cropped = whole[:, :, 1:-1, 1:-2]
+        copied = presentable(cropped)
+        assert copied.is_contiguous(memory_format=memory_format)
+        assert torch.equal(copied, cropped)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_elsewhere_is_aligned_as_its_offset_would_be_on_a_gpu(device):
+    storage, weight = torch.empty(8 + 2 * 4 * 6 * 8, device=device), torch.empty(3, 4, 3, 3, device=device)
+    parameters = conv2d.arguments.bind((), {})[2]
+    for offset, aligned in ((0, True), (1, False), (2, False), (4, True)):
+        x = storage[offset : offset + 2 * 4 * 6 * 8].view(2, 4, 6, 8)
+        assert conv2d.problem(x, weight, parameters).aligned == aligned

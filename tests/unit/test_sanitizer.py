@@ -14,6 +14,7 @@ from cutlass_ops.loader import ALLOW_UNVERIFIED, shipped_kernels
 from cutlass_ops.manifest import Manifest
 from cutlass_ops.sanitizer import find_sanitizer, parse, run, suite
 from cutlass_ops.selection import PLAN_NAMES, PYTORCH
+from cutlass_ops.work import FusedWork
 
 from .fake_driver import H200
 
@@ -184,6 +185,22 @@ def test_a_suite_has_every_kernel_and_plan_of_the_tracked_manifest(name, monkeyp
     for call in calls:
         if call.op in OPERATORS:  # the unregistered operator with a max pool runs on a GPU only
             assert call.op(*call.tensors, **call.arguments).isfinite().all(), call.name
+
+
+def test_every_fused_kernel_goes_round_its_ring(monkeypatch):
+    """A race of two uses of a slot shows where a CTA reads more slots than the ring has."""
+    monkeypatch.setenv(ALLOW_UNVERIFIED, "1")
+    records = {kernel.name: kernel for kernel in Manifest.load(shipped_kernels() / "manifest.json").kernels}
+    slots = {kernel.name: 0 for kernel in records.values() if kernel.family == "fused"}
+    for call in suite("small", OPERATORS, "cpu", H200):
+        name = call.plan.kernels[-1]
+        if name in slots:
+            x, weight, *vectors = call.tensors
+            problem = call.op.problem(x, weight, call.op.arguments.bind(vectors, call.arguments)[2])
+            work = FusedWork.of(problem, records[name], sanitizer.SM_COUNT)
+            assert work.teams > 0, call.name
+            slots[name] = max(slots[name], work.busiest(x.shape[0], weight.shape[2])[1])
+    assert [name for name, count in slots.items() if count <= records[name].stages] == []
 
 
 def test_a_kernel_that_was_not_launched_is_named(monkeypatch, capsys):

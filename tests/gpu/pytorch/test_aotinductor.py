@@ -49,7 +49,7 @@ def compiler(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("compiler")
     (folder / "object.cpp").write_text("#include <string>\nstd::string f(std::string s) { return s + s; }\n")
-    tried = [c for c in (os.environ.get("CXX"), *map(shutil.which, ("g++", "clang++", "c++"))) if c]
+    tried = [c for c in map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++")) if c]
     for found in tried:
         made = subprocess.run([found, "-shared", "-fPIC", "object.cpp", "-o", "object.so"], cwd=folder, capture_output=True)
         if made.returncode == 0 and b"libstdc++.so" in (folder / "object.so").read_bytes():
