@@ -19,7 +19,7 @@ import cutlass_ops
 from cutlass_ops.accuracy import uniform, without_ties
 
 from .cases import Case
-from .helpers import DTYPES, LAYOUTS, expandable, generator, lay_out, vectors
+from .helpers import DEVICE, DTYPES, LAYOUTS, expandable, lay_out, vectors
 
 OPERATORS = (
     cutlass_ops.conv2d,
@@ -32,11 +32,11 @@ MAX_PRODUCTS = 3e8  # multiplications of a case: its float64 reference takes mil
 
 
 class RandomCase(Case):
-    """Problem number `index` of a seed: the same whatever ran before."""
+    """The problem of a number: the same whatever ran before."""
 
-    def __init__(self, seed: int, index: int) -> None:
-        self.seed, self.index = seed, index
-        choose = self._choose = python_random.Random(f"{seed} {index}")  # noqa: S311
+    def __init__(self, number: int) -> None:
+        self.number = number
+        choose = self._choose = python_random.Random(number)  # noqa: S311
         self.op = choose.choice(OPERATORS)
         self.dtype = choose.choice((torch.float32, *DTYPES))
         values = self._draw()
@@ -100,7 +100,7 @@ class RandomCase(Case):
 
     def tensors(self) -> tuple[list[Any], dict[str, Any]]:
         """x and weight, and the other arguments of the call."""
-        random = generator("random", self.seed, self.index)
+        random = torch.Generator(DEVICE).manual_seed(self.number)
         x = self._x(random) * self.x_scale
         reach = self.weight_scale / math.sqrt(math.prod(self.weight_shape[1:]))
         weight = uniform(self.weight_shape, -1, 1, torch.float32, random) * reach

@@ -1,8 +1,9 @@
-"""Random problems against float64: 60 of the session's seed, or as many as CUTLASS_OPS_RANDOM_CASES says.
+"""Random problems against float64, drawn by hypothesis: 60 of the session's seed, or as many as CUTLASS_OPS_RANDOM_CASES says.
 
     CUTLASS_OPS_RANDOM_CASES=2000 python -m pytest -q tests/gpu/test_random.py
 
-A failure prints its seed and number: CUTLASS_OPS_TEST_SEED=... pytest "tests/gpu/test_random.py::...[number]" repeats it alone.
+A failure prints the number of its problem: CUTLASS_OPS_RANDOM_CASE=NUMBER repeats that one alone. Problems are not shrunk: a number's
+neighbours are other problems.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-import pytest
+import hypothesis
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from cutlass_ops import accuracy
 
@@ -20,6 +23,9 @@ from .random_cases import OPERATORS, RandomCase
 
 COUNT_VARIABLE = "CUTLASS_OPS_RANDOM_CASES"
 COUNT = int(os.environ.get(COUNT_VARIABLE) or 60)
+CASE_VARIABLE = "CUTLASS_OPS_RANDOM_CASE"
+CASE = os.environ.get(CASE_VARIABLE)
+NUMBERS = st.just(int(CASE)) if CASE else st.integers(0, 2**63 - 1)
 
 
 @contextlib.contextmanager
@@ -36,11 +42,13 @@ def _without_cudnn():
         torch.backends.cudnn.enabled = before
 
 
-@pytest.mark.parametrize("index", range(COUNT))
-def test_random_problem_is_accurate(index):
-    case = RandomCase(SEED, index)
+@hypothesis.seed(SEED)
+@settings(max_examples=COUNT, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(number=NUMBERS)
+def test_random_problem_is_accurate(number):
+    case = RandomCase(number)
     (x, weight), arguments = case.tensors()
-    told = f"{SEED_VARIABLE}={SEED}, case {index}: {case}"
+    told = f"{CASE_VARIABLE}={number} ({SEED_VARIABLE}={SEED}): {case}"
     plans = serving(case.op, x, weight, **arguments)
     assert GENERAL_PLANS[case.dtype] <= set(plans), told
     with _without_cudnn():
@@ -54,8 +62,8 @@ def test_random_problem_is_accurate(index):
 
 
 def test_random_cases_are_their_own_and_cover_the_operators():
-    cases = [RandomCase(SEED, index) for index in range(200)]
-    assert repr(RandomCase(SEED, 7)) == repr(cases[7])
+    cases = [RandomCase(SEED + index) for index in range(200)]
+    assert repr(RandomCase(SEED + 7)) == repr(cases[7])
     assert len({repr(case) for case in cases}) == len(cases)
     assert {case.op for case in cases} == set(OPERATORS)
     assert {case.dtype for case in cases} == set(GENERAL_PLANS)
