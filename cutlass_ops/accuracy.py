@@ -72,7 +72,8 @@ class Accuracy:
 
     def to_json(self) -> dict[str, float]:
         """What the record of a check keeps."""
-        return {"max": self.max, "mean": self.mean, "eager_max": self.eager_max, "eager_mean": self.eager_mean}
+        found = {"max": self.max, "mean": self.mean, "eager_max": self.eager_max, "eager_mean": self.eager_mean}
+        return {name: float(f"{error:.3g}") for name, error in found.items()}
 
 
 class Criterion:

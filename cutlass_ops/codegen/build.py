@@ -111,7 +111,7 @@ def plan_units(specs: Sequence[Spec]) -> list[Unit]:
             key = _emission_key(spec.name, spec.doc, chain, spec.tile, operand)
             units.append(Unit(f"{spec.name}_{operand}", key, "implicit_gemm", spec, chain, operand))
         for variant in source.FUSED_VARIANTS:
-            if variant.wide and spec.pool:
+            if not variant.serves(pooled=spec.pool is not None):
                 continue
             # The operand type is not in the tree that is emitted, so that one emission serves all of them.
             key = _emission_key(spec.name, spec.doc, chain, spec.pool, variant)

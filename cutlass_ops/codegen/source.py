@@ -116,6 +116,16 @@ class FusedVariant:
         kind = "_wide" if self.wide else "_shifted" if self.shifted else ""
         return f"fused_{self.element}_{self.layout}_c{self.channels}_{self.size}x{self.size}{kind}"
 
+    def serves(self, *, pooled: bool) -> bool:
+        """Whether operators with or without a pool have it.
+
+        Wide kernels store what is not pooled. A kernel that is shifted serves all float32 images that are too narrow for them: only with a
+        pool, where converters are busiest, is its narrower twin worth its place in a wheel.
+        """
+        if self.wide:
+            return not pooled
+        return pooled or self.shifted or (self.element, self.layout, self.size) != ("f32", "nchw", 3)
+
     @property
     def facts(self) -> tuple[str, ...]:
         """What the manifest says of it beside the tile."""
@@ -136,7 +146,7 @@ def _variants() -> tuple[FusedVariant, ...]:
     return tuple(variants)
 
 
-#: The fused kernels of every operator; those that are wide only where nothing is pooled.
+#: The fused kernels of every operator, as far as each serves it.
 FUSED_VARIANTS = _variants()
 
 

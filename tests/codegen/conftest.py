@@ -49,7 +49,7 @@ FUSED = "tiny_fused_f16_nhwc_c16_3x3"
 
 @pytest.fixture(scope="package")
 def only_f16():
-    """Operators have one implicit GEMM instead of three and one fused kernel instead of 25: a compilation takes 20 s of one core.
+    """Operators have one implicit GEMM instead of three and one fused kernel instead of 24: a compilation takes 20 s of one core.
 
     No longer than this folder's tests: what others plan is whole.
     """

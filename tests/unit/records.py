@@ -84,7 +84,8 @@ def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
     found = []
     for (element, layout, channels, size, kind), columns in FUSED.items():
         wide = kind == "wide"
-        if wide and pool != "none":
+        aligned = (element, layout, channels, size, kind) == ("f32", "nchw", 64, "3x3", "aligned")
+        if (wide and pool != "none") or (aligned and pool == "none"):
             continue
         strip, outputs = (128 if wide else 64, 128) if channels == 64 else (128, 64)
         stores_apart = pool == "none" and layout == "nchw" and channels == 16  # warps that only store, twice the converters

@@ -183,7 +183,7 @@ def test_an_operator_of_ones_own_by_its_file_and_folder(tmp_path):
     write_folder(tmp_path / "kernels", "unit_cli_explained", "none")
     result = run("unit_cli_explained", *SHAPES, "--spec", own(tmp_path, "unit_cli_explained"), "--kernels", tmp_path / "kernels")
     assert result.exit_code == 0, result.output
-    assert "plan: fused-f16 (pack_f32_f16 -> unit_cli_explained_fused_f32_nchw_c64_3x3)" in result.stdout
+    assert "plan: fused-f16 (pack_f32_f16 -> unit_cli_explained_fused_f32_nchw_c64_3x3_shifted)" in result.stdout
 
 
 def test_an_operator_of_ones_own_without_kernels_or_by_another_name(tmp_path, monkeypatch):
