@@ -8,9 +8,9 @@
 
 namespace cutlass_ops::fused {
 
-// Values from kSmallestNormal on keep fp16's 11 significant bits. Of eight neighbours whose largest is kSmallestSafeMaximum or
+// Values from 2^-14 on, its smallest normal, keep fp16's 11 significant bits. Of eight neighbours whose largest is kSmallestSafeMaximum or
 // more, smaller ones are rounded to 2^-25, a 2^-14th of it, and are left to that.
-constexpr float kFp16Max = 65504.f, kSmallestNormal = 0x1p-14f, kSmallestSafeMaximum = 0x1p-11f;
+constexpr float kFp16Max = 65504.f, kSmallestSafeMaximum = 0x1p-11f;
 constexpr int kStraysAllowed = 1;  // of a converter in a slot
 
 // Volatile keeps the compiler from hoisting loads beyond what the converters' 24 registers hold.

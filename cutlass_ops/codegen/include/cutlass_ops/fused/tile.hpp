@@ -101,7 +101,7 @@ struct Tile {
   // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
   static constexpr int kProducerRegisters = kChannels == 64 ? 24 : kStoreWarps ? 64 : 72;
   static constexpr int kConsumerRegisters = kChannels == 64 ? 240 : kStoreWarps ? 144 : 208;
-  static constexpr int kMisfitWords = 256;
+  static constexpr int kMisfitWords = kChannelsLast ? 128 : 256;
 
   // For the layout table: a step's conv outputs x output channels x input channels, its columns in the result.
   static constexpr int kStages = kSlots, kTile[3] = {kRows * kStrip, kOutputChannels, kChannels};
@@ -156,7 +156,8 @@ struct Tile {
     uint32_t misfit_shift;  // slots of a bit in `misfits`, as a power of two
   };
   static constexpr int SharedStorageSize = sizeof(SharedStorage) + 1024;  // dynamic shared memory is aligned by hand
-  static_assert(SharedStorageSize <= 232448);
+  // A block may have 227 kB. A packing block beside it (kernels/pack.cu) takes the 1 kB that the system takes of every block.
+  static_assert(SharedStorageSize <= 232448 - 1024);
 };
 
 // Filled by cutlass_ops/fused.py.
