@@ -19,8 +19,8 @@ class PackParams(ctypes.Structure):
     _fields_ = [
         ("source", ctypes.c_void_p),
         *((n, ctypes.c_int64) for n in ("k_stride", "c_stride", "r_stride", "s_stride")),
-        *((n, ctypes.c_void_p) for n in ("fragments", "scales")),
-        *((n, ctypes.c_int32) for n in ("k", "c", "taps", "s", "channels", "chunks")),
+        *((n, ctypes.c_void_p) for n in ("fragments", "scales", "counters")),
+        *((n, ctypes.c_int32) for n in ("k", "c", "taps", "s", "channels", "members", "chunks")),
     ]
 
 
@@ -36,18 +36,19 @@ class Fused:
         channels, nhwc = record.tile[2], record.variant[1] == "nhwc"
         block = record.epilogue_tile[1]
         work = FusedWork.of(problem, record, sm_count)
-        blocks, strips, unit, units = work.blocks, work.strips, work.unit, work.units
+        blocks, strips = work.blocks, work.strips
+        members = strips * blocks if work.claim else 0
 
         chunks = 0 if nhwc else channels // 8
-        self._pack_params = PackParams(None, *problem.weight_strides, None, None, k, c, r * s, s, channels, chunks)
+        self._pack_params = PackParams(None, *problem.weight_strides, None, None, None, k, c, r * s, s, channels, members, chunks)
         self._pack = pack.launch(blocks * block, self._pack_params)
 
         self._params = params = ctypes.create_string_buffer(record.params_size)
         size = 4 if record.variant[0] == "f32" else 2
         shift = 0 if nhwc else -problem.padding[1] % (16 // size)
         values = {"n": n, "k": k, "out_h": out_h, "out_w": out_w, "padding_h": problem.padding[0], "padding_w": problem.padding[1]}
-        values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": work.steps, "unit": unit, "units_of_image": units}
-        values |= {"jump_images": work.teams // units, "jump_steps": work.teams % units * unit} if unit else {}
+        values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": work.steps}
+        values["claim_shift"] = max(work.claim, 1).bit_length() - 1
         if nhwc:
             box = (channels, record.box_columns, 1, 1)
             swizzle = 0 if size == 4 else 2 * channels  # what is converted is swizzled then
@@ -68,19 +69,20 @@ class Fused:
         self._launch = fused.launch(work.teams * strips * blocks, params, overlap=True)
 
         self._scales_offset = round_up(blocks * block * channels * r * s * 2, ALIGNMENT)
-        self.workspace_end = self._scales_offset + round_up(blocks * block * 4, ALIGNMENT)
+        self._counters_offset = self._scales_offset + round_up(blocks * block * 4, ALIGNMENT)
+        self.workspace_end = self._counters_offset + round_up(members * 4, ALIGNMENT)
 
     def stages(self) -> list[tuple[str, driver.Launch]]:
         """The launches in order, each with what it does."""
         return [("pack", self._pack), ("fused", self._launch)]
 
     def fill(self, base: int, sources: Sequence[int], vectors: dict[str, int], scalars: dict[str, float]) -> None:
-        """Write the addresses and scalars of a call; the workspace holds the packed filter, then its scales."""
-        scales = base + self._scales_offset
+        """Write the addresses and scalars of a call; the workspace holds the packed filter, its scales, and counters of claims."""
+        scales, counters = base + self._scales_offset, base + self._counters_offset
         pack, record = self._pack_params, self._record
-        pack.source, pack.fragments, pack.scales = sources[1], base, scales
+        pack.source, pack.fragments, pack.scales, pack.counters = sources[1], base, scales, counters
         self._input.point_to(sources[0])
-        for name, address in (("weights", base), ("scales", scales)):
+        for name, address in (("weights", base), ("scales", scales), ("counters", counters)):
             struct.pack_into("<Q", self._params, record.fields[name], address)
         for name, address in vectors.items():
             struct.pack_into("<Q", self._params, record.vectors[name], address)

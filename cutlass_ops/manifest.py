@@ -34,8 +34,8 @@ FIELDS: dict[str, frozenset[str]] = {
     ),
     "fused": frozenset(
         (
-            *("input", "weights", "scales", "output", "pool_scale", "n", "k", "out_h", "out_w", "steps", "unit", "units_of_image"),
-            *("jump_images", "jump_steps", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
+            *("input", "weights", "scales", "output", "counters", "pool_scale", "n", "k", "out_h", "out_w", "steps"),
+            *("claim_shift", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
         )
     ),
 }
@@ -43,7 +43,7 @@ FIELDS: dict[str, frozenset[str]] = {
 #: Bytes of the fields that are no number of 4: TMA descriptors, and addresses.
 _SIZES: dict[str, dict[str, int]] = {
     "implicit_gemm": {"activation": 128, "filter": 128, "output": 128, "guard": 8},
-    "fused": {"input": 128, "weights": 8, "scales": 8, "output": 8},
+    "fused": {"input": 128, "weights": 8, "scales": 8, "output": 8, "counters": 8},
 }
 
 #: Lengths of variant, tile and epilogue_tile by family: selection and launches index them.
@@ -83,6 +83,8 @@ class KernelRecord:
     epilogue_tile: tuple[int, ...] = ()
     #: Columns of a TMA load (fused).
     box_columns: int = 0
+    #: Times that a CTA can claim work; 0: work is shared out in slices (fused).
+    claims: int = 0
     #: Byte offsets of the parameter's fields by name.
     fields: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Byte offsets of the chain's vectors (pointers) and scalars (fp32) by argument name.

@@ -26,16 +26,6 @@ def rows_of_step(problem: Problem, record: KernelRecord) -> int:
     return record.tile[0] // (record.epilogue_tile[0] * (2 if problem.pool else 1))
 
 
-def unit_of_work(problem: Problem, record: KernelRecord) -> int:
-    """Steps of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each.
-
-    A slice reads every input row once. Where runs of two rows of float32 NCHW are stored (few input channels, no pool), units of one step
-    keep all SMs writing to the same few images, which DRAM takes faster than as many streams as there are SMs (docs/performance.md).
-    """
-    stores_runs = not problem.pool and not problem.channels_last and record.tile[2] == 16
-    return 1 if stores_runs and problem.dtype == "f32" else 0
-
-
 @dataclass(frozen=True)
 class FusedWork:
     """The fused kernel's: teams of strips x blocks CTAs walk the images' steps."""
@@ -45,9 +35,8 @@ class FusedWork:
     teams: int
     rows: int  # of the convolution a step, and of the input a ring slot
     steps: int  # of an image
-    #: Steps of a unit that is dealt to the teams in turn, and units of an image; 0: each team has a slice of the batch.
-    unit: int
-    units: int
+    #: Steps that a CTA claims at a time, a power of two; 0: each team has a slice of the batch.
+    claim: int
 
     @classmethod
     def of(cls, problem: Problem, record: KernelRecord, sm_count: int) -> FusedWork:
@@ -56,20 +45,20 @@ class FusedWork:
         columns, channels = record.epilogue_tile
         rows = rows_of_step(problem, record)
         steps = out_h if problem.pool else -(-out_h // rows)
-        unit = min(unit_of_work(problem, record), steps)
-        units = -(-steps // unit) if unit else 0
-        teams = min(sm_count // team_size(problem, record), n * (units or steps))
-        return cls(-(-out_w // columns), -(-k // channels), teams, rows, steps, unit, units)
+        teams = min(sm_count // team_size(problem, record), n * steps)
+        claim = 1 if record.claims else 0
+        while teams and claim and n * steps > claim * teams * record.claims:  # CTAs have room for so many
+            claim *= 2
+        return cls(-(-out_w // columns), -(-k // channels), teams, rows, steps, claim)
 
     def busiest(self, images: int, filter_rows: int) -> tuple[int, int]:
         """Steps of the busiest team, and the ring slots that it reads: in a segment some more than steps."""
         halo = (filter_rows - 1) // self.rows
         if not self.teams:
             return 0, 0  # an empty batch
-        if self.unit:
-            count = -(-images * self.units // self.teams)
-            return count * self.unit, count * (self.unit + halo)
         count = -(-images * self.steps // self.teams)
+        if self.claim:
+            return count, count * (1 + halo)
         return count, count + halo * -(-count // self.steps)
 
 

@@ -355,6 +355,7 @@ def _inspect(unit: Unit, emission: Optional[cutlass_api.Emission], path: Path, l
             stages=header["stages"],
             epilogue_tile=(header["epilogue_tile_m"], header["epilogue_tile_n"]),
             box_columns=header.get("box_columns", 0),
+            claims=header.get("claims", 0),
             fields=fields,
             vectors={name: offset for (name, kind), offset in chain.items() if kind == "vector"},
             scalars={name: offset for (name, kind), offset in chain.items() if kind == "scalar"},

@@ -21,8 +21,8 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "fused": {
         name: name
         for name in (
-            *("input", "weights", "scales", "output", "pool_scale", "n", "k", "out_h", "out_w", "steps", "unit", "units_of_image"),
-            *("jump_images", "jump_steps", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
+            *("input", "weights", "scales", "output", "counters", "pool_scale", "n", "k", "out_h", "out_w", "steps"),
+            *("claim_shift", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
         )
     },
 }
@@ -43,7 +43,7 @@ HEADER = {
 }
 
 #: What a family adds to it.
-FAMILY_HEADER: dict[str, dict[str, str]] = {"implicit_gemm": {}, "fused": {"box_columns": "Kernel::kBoxColumns"}}
+FAMILY_HEADER: dict[str, dict[str, str]] = {"implicit_gemm": {}, "fused": {"box_columns": "Kernel::kBoxColumns", "claims": "Kernel::kClaims"}}
 
 _POOLS = {"avg": "AveragePool", "max": "MaxPool", "none": "NoPool"}
 _ELEMENTS = {"f32": "float", "f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}

@@ -6,7 +6,7 @@ Chains are data for the tracer, so their arguments carry only the annotations th
 
 from __future__ import annotations
 
-from ..chain import clamp, minimum, relu, tanh
+from ..chain import hardswish, minimum, relu, tanh
 from ..spec import AvgPool2d, Tile, Vector, operator
 
 
@@ -18,9 +18,8 @@ def conv2d_sub_tanh_sub_avgpool(accum, bias: Vector = None, subtract1: float = 0
 
 @operator(tile=Tile(n=64))
 def conv2d_relu_hardswish(accum, bias: Vector = None):
-    """KernelBench level 2 problem 57: ``r * clamp((r + 3) / 6, 0, 1)`` with ``r = relu(conv2d(x, weight, bias))``."""
-    r = relu(accum + bias)
-    return r * clamp((r + 3) / 6, 0, 1)
+    """KernelBench level 2 problem 57: ``hardswish(relu(conv2d(x, weight, bias)))``."""
+    return hardswish(relu(accum + bias))
 
 
 @operator()

@@ -12,17 +12,19 @@ from .helpers import DEVICE, LAYOUTS, Target, assert_same_bits, generator, launc
 CHANNELS = (64, 16)
 
 
-def run_pack(weight, channels, planar, kernel="pack_f32_f16"):
-    """The kernel on a filter (K, C <= channels, R, S): fragments as halves and scales."""
+def run_pack(weight, channels, planar, kernel="pack_f32_f16", members=37):
+    """The kernel on a filter (K, C <= channels, R, S): fragments as halves and scales. Counters of claims are zero after it."""
     k, c, r, s = weight.shape
     tiles = -(-k // 16)
     element = torch.bfloat16 if "bf16" in kernel else torch.float16
     fragments = Target((tiles, r * s, channels // 16, 32, 4, 2), element)  # 16 channels, tap, K step, lane, register, half
     scales = Target((tiles * 16,), torch.float32)
     chunks = channels // 8 if planar else 0
-    addresses = fragments.address, scales.address
-    params = PackParams(weight.data_ptr(), *weight.stride(), *addresses, k, c, r * s, s, channels, chunks)
+    counters = Target((members,), torch.float32)
+    addresses = fragments.address, scales.address, counters.address
+    params = PackParams(weight.data_ptr(), *weight.stride(), *addresses, k, c, r * s, s, channels, members, chunks)
     launch(kernel, params, grid=tiles * 16)
+    assert_same_bits(counters.read(), torch.zeros(members, device=DEVICE))
     return fragments.read(), scales.read()
 
 

@@ -56,10 +56,10 @@ def gemm_record(operator: str, operand: str, **changes) -> KernelRecord:
     return record(f"{operator}_{operand}", "implicit_gemm", (operand,), **values | changes)
 
 
-FUSED_FIELDS = {"input": 0, "weights": 152, "scales": 160, "output": 168, "pool_scale": 176}
-FUSED_NUMBERS = ("n", "k", "out_h", "out_w", "steps", "unit", "units_of_image", "jump_images", "jump_steps")
-FUSED_NUMBERS += ("padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes")
-FUSED_FIELDS |= {name: 180 + 4 * i for i, name in enumerate(FUSED_NUMBERS)}
+FUSED_FIELDS = {"input": 0, "weights": 152, "scales": 160, "output": 168, "counters": 176, "pool_scale": 184}
+FUSED_NUMBERS = ("n", "k", "out_h", "out_w", "steps", "claim_shift", "padding_h", "padding_w", "shift")
+FUSED_NUMBERS += ("strips", "channel_blocks", "box_bytes")
+FUSED_FIELDS |= {name: 188 + 4 * i for i, name in enumerate(FUSED_NUMBERS)}
 
 #: Type of x, layout, input channels, filter, aligned or shifted or wide (which is shifted too) -> columns of a TMA load.
 FUSED = {
@@ -99,6 +99,7 @@ def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
             "stages": 4 if element == "f32" else 8 if layout == "nhwc" else 6 if channels == 64 and not wide else 4,
             "epilogue_tile": (strip if pool == "none" else strip // 2, outputs),
             "box_columns": columns,
+            "claims": 2048 if stores_apart and element == "f32" else 0,
             "fields": FUSED_FIELDS,
             "vectors": {"bias": 128, "v": 136},
             "scalars": {"scale": 144},

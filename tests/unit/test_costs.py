@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 
@@ -98,26 +99,37 @@ def test_an_empty_batch_has_no_work():
 
 @pytest.mark.parametrize("n", [1, 2, 5, 66, 67, 128])
 @pytest.mark.parametrize(
-    ("pool", "kernel", "rows", "unit", "halo"),
+    ("pool", "kernel", "rows", "claim", "halo"),
     [("avg", "c64_3x3", 2, 0, 1), ("none", "c64_3x3_wide", 1, 0, 2), ("none", "c16_3x3_shifted", 2, 1, 1)],
 )
-def test_the_busiest_team_has_at_least_its_share_and_at_most_a_unit_more(n, pool, kernel, rows, unit, halo):
+def test_the_busiest_team_has_at_least_its_share_and_at_most_a_step_more(n, pool, kernel, rows, claim, halo):
     (record,) = (r for r in fused_records("op", pool) if r.name == f"op_fused_f32_nchw_{kernel}")
     made = FusedWork.of(problem(x_shape=(n, record.tile[2], 128, 128), **({} if pool == "avg" else {"pool": None})), record, 132)
-    assert (made.rows, made.unit) == (rows, unit)
+    assert (made.rows, made.claim) == (rows, claim)
     steps, slots = made.busiest(n, 3)
     assert n * made.steps <= steps * made.teams < n * made.steps + made.teams
-    segments = steps if unit else -(-steps // made.steps)
+    segments = steps if claim else -(-steps // made.steps)
     assert slots == steps + halo * segments
 
 
-@pytest.mark.parametrize(("dtype", "unit"), [("f32", 1), ("f16", 0), ("bf16", 0)])
-def test_few_channels_are_dealt_in_units_in_float32_alone(dtype, unit):
-    """NCHW without a pool; in 16 bits slices took 9 to 12 % less (docs/performance.md)."""
+@pytest.mark.parametrize(
+    ("n", "sms", "claims", "claim"),
+    [(8, 132, 2048, 1), (4290, 132, 2048, 1), (4292, 132, 2048, 2), (128, 1, 2048, 4), (128, 4, 1, 2048), (0, 132, 2048, 1), (8, 0, 2048, 1), (8, 132, 0, 0)],
+)
+def test_a_cta_claims_as_few_steps_at_a_time_as_it_has_room_for(n, sms, claims, claim):
+    """63 steps an image; too few SMs for a team are selection's to refuse."""
+    (record,) = (r for r in fused_records("op", "none") if r.name == "op_fused_f32_nchw_c16_3x3_shifted")
+    made = problem(x_shape=(n, 8, 128, 128), weight_shape=(64, 8, 3, 3), pool=None)
+    assert FusedWork.of(made, dataclasses.replace(record, claims=claims), sms).claim == claim
+
+
+@pytest.mark.parametrize(("dtype", "claim"), [("f32", 1), ("f16", 0), ("bf16", 0)])
+def test_steps_of_few_channels_are_claimed_in_float32_alone(dtype, claim):
+    """NCHW without a pool (docs/performance.md)."""
     (record,) = (r for r in fused_records("op", "none") if r.name == f"op_fused_{dtype}_nchw_c16_3x3_shifted")
     precision = "tf32" if dtype == "f32" else dtype
     made = problem(x_shape=(8, 8, 128, 128), weight_shape=(64, 8, 3, 3), pool=None, dtype=dtype, precision=precision)
-    assert FusedWork.of(made, record, 132).unit == unit
+    assert FusedWork.of(made, record, 132).claim == claim
 
 
 # ---- expectation -------------------------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ struct Params {
   int64_t k_stride, c_stride, r_stride, s_stride;  // in elements
   uint32_t* fragments;  // [16 output channels][tap][k step][lane 32][register 4], two input channels each
   float* scales;        // [padded K]
+  uint32_t* counters;   // of the fused kernel's claims, which begin at zero
   int32_t k, c, taps, s;
   int32_t channels;  // input channels in the kernel's shared memory: 64 or 16
+  int32_t members;   // counters
   int32_t chunks;    // K position 8 * chunk + j holds input channel chunk + chunks * j (converted NCHW); 0: its own number
 };
 
@@ -34,6 +36,9 @@ __device__ void pack(Params const& params) {
     if (k >= params.k || c >= params.c || position >= params.channels) return nullptr;
     return static_cast<Source const*>(params.source) + k * params.k_stride + c * params.c_stride;
   };
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < params.members; i += kThreads) params.counters[i] = 0;
+  }
   Source const *first = weights(position), *second = weights(position + 1);
   Source values[kMaxTaps][2];
   int64_t offset = 0;

@@ -7,7 +7,8 @@
 //
 //   producers    TMA by one thread: raw tiles, or the ring's rows themselves for 16-bit channels_last (zero outside the image and
 //                beyond C); for raw tiles four warps also convert: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16
-//                cannot hold. Two such teams of four take turns at the slots where store warps make stores fast enough for it
+//                cannot hold. Where store warps make stores fast enough for it, two teams of three take turns at the slots, and another
+//                warp loads
 //   consumers    8 warps: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store; 1 x 128 where wide
 //                rows are stored (lines.hpp)
 //   store warps  4, for few input channels without a pool (NCHW): they store what consumers leave in shared memory
@@ -47,18 +48,26 @@ struct FusedConv : Tile_ {
       if constexpr (Tile::kStoreWarps) {
         for (int i = 0; i < Tile::kTiles; ++i) storage.run_full[i].init(2 * 32), storage.run_free[i].init(32);
       }
+      if constexpr (Tile::kClaims) {
+        for (auto& claimed : storage.claimed) claimed.init(1);
+      }
       storage.turn[0].init(4), storage.turn[1].init(4), storage.finished.init(Tile::kThreads);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
       cute::prefetch_tma_descriptor(&params.input);
     }
     if (threadIdx.x == 32) {
-      storage.work = fused::Work::start(params, team, teams), storage.slots = 0;
-      for (auto& loads : storage.loads)
-        loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
-      for (fused::Work work = storage.work; work.valid();) storage.slots += work.advance(params).count + Tile::kHalo;
-      storage.misfit_shift = 0;
-      while (storage.slots >> storage.misfit_shift >= Tile::kMisfitWords * 32) ++storage.misfit_shift;
+      storage.work = Tile::Work::start(params, team, teams);
+      storage.loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
+      if constexpr (Tile::kClaims) {
+        static_assert(Tile::kHalo < 2, "a claim's slots share a bit");
+        storage.misfit_shift = params.claim_shift + Tile::kHalo, storage.claims_known = 0;
+      } else {
+        storage.slots = 0, storage.misfit_shift = 0;
+        typename Tile::Work work = storage.work;
+        for (fused::Segment segment; work.next(params, storage, segment);) storage.slots += segment.count + Tile::kHalo;
+        while (storage.slots >> storage.misfit_shift >= Tile::kMisfitWords * 32) ++storage.misfit_shift;
+      }
     }
     cutlass::arch::fence_view_async_shared();
     __syncthreads();
@@ -79,18 +88,21 @@ struct FusedConv : Tile_ {
     int const team = blockIdx.x / members, member = blockIdx.x % members, strip = member % params.strips, block = member / params.strips;
     initialize(params, storage, team, teams, strip);
     // Until here all warps go together; then a whole CTA without work may leave.
-    if (!storage.slots) return;
+    if (!Tile::kClaims && !storage.slots) return;
     if (cutlass::canonical_warp_idx_sync() < Tile::kProducerWarps) {
       cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
-      if constexpr (Tile::kConverts) {
+      if (Tile::kLoadsApart && threadIdx.x / 32 % Tile::kTeamWarps == Tile::kConverters) {
+        if (threadIdx.x == 32 * Tile::kConverters) Produce::load_all(params, storage);
+        __syncwarp();
+      } else if constexpr (Tile::kConverts) {
         Produce::convert_all(params, storage);
       } else if (threadIdx.x == 0) {
-        while (storage.loads[0].n < storage.slots) Produce::load_next(params, storage, 0);
+        while (storage.loads.n < storage.slots) Produce::load_next(params, storage);
       }
       if constexpr (Tile::kGuarded) {
         wait_for_all(storage);
         if (!storage.any_misfit) return;
-        if (threadIdx.x >= 32 * Tile::kConverters) return;  // one team redoes
+        if (threadIdx.x >= 32 * Tile::kTeamWarps) return;  // one team redoes
         if (threadIdx.x < 32) {
           if (cute::elect_one_sync()) Redo::load_all(params, storage);
         } else {

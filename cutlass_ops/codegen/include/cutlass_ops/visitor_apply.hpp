@@ -95,6 +95,23 @@ struct Apply<fusion::Sm90Compute<Function, Output, Compute, Round, Enable>> {
   }
 };
 
+// In two instructions instead of five. Saturated, NaN is zero, and times NaN it is NaN.
+template <class Output, class Compute, cutlass::FloatRoundStyle Round, class Enable>
+struct Apply<fusion::Sm90Compute<cutlass::epilogue::thread::HardSwish, Output, Compute, Round, Enable>> {
+  struct State {};
+  template <class Params>
+  CUTLASS_DEVICE static State load(Params const&, int, int, float) {
+    return {};
+  }
+  template <class Values>
+  CUTLASS_DEVICE static Values eval(State const&, Values const&, Values const& x) {
+    Values y;
+#pragma unroll
+    for (int i = 0; i < Values::kElements; ++i) y[i] = x[i] * __saturatef(__fmaf_rn(x[i], 1.f / 6, 0.5f));
+    return y;
+  }
+};
+
 template <class Visitor>
 constexpr bool is_broadcast = cute::is_base_of<Broadcast, Apply<Visitor>>::value;
 

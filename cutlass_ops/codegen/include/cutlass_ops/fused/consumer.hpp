@@ -329,8 +329,8 @@ struct Consumer {
     [[maybe_unused]] uint32_t phase = 0;
     // Whole addresses are cheaper than the registers of a pointer that is kept, but for pooled NCHW.
     constexpr bool kKeepsPointer = Pool::kWindow && !Tile::kChannelsLast;
-    for (Work work = storage.work; work.valid();) {
-      Segment const segment = work.advance(params);
+    typename Tile::Work work = storage.work;
+    for (Segment segment; work.next(params, storage, segment);) {
       Element* output = to.start(params, place, segment);
 #pragma unroll
       for (int i = 0; i < Tile::kHalo; ++i) storage.slot_full[Use<Tile::kSlots>(n + i).index].wait(Use<Tile::kSlots>(n + i).phase);
@@ -386,6 +386,7 @@ struct Consumer {
         if (place.lane == 0) storage.slot_empty[Use<Tile::kSlots>(n).index].arrive();
       }
     }
+    if (Tile::kClaims && place.warp == 0 && place.lane == 0) storage.slots = n;
   }
 };
 

@@ -170,7 +170,7 @@ struct Planes {
   // A raw tile into a slot, by all converters in turns. few: all channels from 8 on are padding.
   CUTLASS_DEVICE static void convert(uint32_t raw, uint32_t slot, [[maybe_unused]] bool few, int32_t (&strays)[Tile::kProducerWarps]) {
 #pragma unroll 1
-    for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kConverters); walk.valid(); walk.advance()) {
+    for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kTeamWarps); walk.valid(); walk.advance()) {
       uint32_t even[4], odd[4];
       [[maybe_unused]] Look<4> look;
 #pragma unroll
@@ -263,7 +263,7 @@ struct Pixels {
   // A raw tile into a slot, by all converters in turns. TMA has written all channels, so that few are no special case.
   CUTLASS_DEVICE static void convert(uint32_t raw, uint32_t slot, bool, int32_t (&strays)[Tile::kProducerWarps]) {
 #pragma unroll 1
-    for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kConverters); walk.valid(); walk.advance()) {
+    for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kTeamWarps); walk.valid(); walk.advance()) {
       uint32_t first[kLoads], second[kLoads];
       Look<kLoads> look;
 #pragma unroll

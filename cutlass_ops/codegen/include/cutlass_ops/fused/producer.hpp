@@ -33,17 +33,30 @@ struct Producer {
       copy(storage.ring[use.index][1], 0, column, row + 1);
     }
   }
-  // By one thread: the load of the team's next slot, if there is one. Its state lies in shared memory: registers are few.
-  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage, int team) {
-    auto& next = storage.loads[team];
-    for (bool mine = false; !mine; ++next.n, --next.left, next.row += Tile::kRows) {
-      if (!next.left) {
-        if (!next.work.valid()) return;
-        Segment const segment = next.work.advance(params);
-        next.image = segment.image, next.row = Tile::kRows * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
-      }
-      mine = int(next.n % Tile::kTeams) == team;
-      if (mine) load(params, storage, next.n, next.image, next.row, next.column);
+  // By one thread: the next slot's load, if there is one. Its state lies in shared memory: registers are few.
+  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage) {
+    auto& next = storage.loads;
+    if (!next.left) {
+      Segment segment;
+      if (!next.work.next(params, storage, segment)) return;
+      next.image = segment.image, next.row = Tile::kRows * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
+    }
+    load(params, storage, next.n, next.image, next.row, next.column);
+    ++next.n, --next.left, next.row += Tile::kRows;
+  }
+  // By one thread that does nothing else: all loads.
+  CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage) {
+    uint32_t n = 0;
+    typename Tile::Work work = storage.work;
+    int const column = storage.loads.column;
+    [[maybe_unused]] int ticket = Claims::first(params);
+    while (true) {
+      if constexpr (Tile::kClaims) Claims::publish(params, storage, work.step, ticket);
+      Segment segment;
+      if (!work.next(params, storage, segment)) break;
+      int const row = Tile::kRows * segment.step - params.padding_h;
+#pragma unroll 1
+      for (int i = 0; i < segment.count + Tile::kHalo; ++i, ++n) load(params, storage, n, segment.image, row + Tile::kRows * i, column);
     }
   }
 
@@ -63,15 +76,22 @@ struct Producer {
   // The count of slots lies in shared memory: a register more would spill.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
     auto const count = [&]() -> uint32_t volatile& { return storage.converted[warp_index()]; };
-    auto const team = [&] { return warp_index() / Tile::kConverters; };
-    auto const loads = [&] { return warp_index() % Tile::kConverters == 3 && lane_index() == 0; };
+    auto const loads = [&] { return !Tile::kLoadsApart && warp_index() == 3 && lane_index() == 0; };
+    auto const more = [&] {
+      if constexpr (Tile::kClaims) {
+        Segment segment;
+        return Claims{count() / (Tile::kHalo + 1)}.next(params, storage, segment);
+      } else {
+        return count() < storage.slots;
+      }
+    };
     if (loads()) {
-      for (int i = 0; i < Tile::kRawStages / Tile::kTeams - 1; ++i) load_next(params, storage, team());
+      for (int i = 0; i < Tile::kRawStages - 1; ++i) load_next(params, storage);
     }
-    if (lane_index() == 0) count() = team();
+    if (lane_index() == 0) count() = warp_index() / Tile::kTeamWarps;
     __syncwarp();
-    while (count() < storage.slots) {
-      if (loads()) load_next(params, storage, team());  // into the stage that the team's slot before left
+    while (more()) {
+      if (loads()) load_next(params, storage);  // into the stage that the slot before left
       __syncwarp();
       {
         uint32_t const n = count();

@@ -20,7 +20,8 @@ struct Redo {
   using Convert = typename Produce::Convert;
   using Consume = Consumer<Tile, Chain, Params>;
   static constexpr int kBinades = 28, kTop = 14;  // the largest value is scaled to [2^14, 2^15)
-  static constexpr int kConverters = Tile::kConverters - 1;  // here the first of the producer warps loads, and nothing else
+  static constexpr int kConverters = Tile::kTeamWarps - 1;  // here the first of the producer warps loads, and nothing else
+  static constexpr bool kLacks = Tile::kConverters > kConverters;  // an arrival at the barriers of converters
   static constexpr int kInputs = Tile::kHalo + 1;  // slots of a step
   static constexpr uint32_t kInfinity = 0x7f800000u;
 
@@ -38,8 +39,8 @@ struct Redo {
   template <class Visit>
   CUTLASS_DEVICE static void for_each(Params const& params, SharedStorage const& storage, Visit&& visit) {
     uint32_t slot = 0, count = 0;
-    for (Work work = storage.work; work.valid();) {
-      Segment const segment = work.advance(params);
+    typename Tile::Work work = storage.work;
+    for (Segment segment; work.template next<false>(params, storage, segment);) {
 #pragma unroll 1
       for (int i = 0; i < segment.count; ++i, ++slot)
         if (reads_marked(storage, slot)) visit(segment, i, count++);
@@ -54,8 +55,8 @@ struct Redo {
       for (int tile = 0; tile < 2 * kInputs; ++tile) {
         int const row = Tile::kRows * (segment.step + i + tile % kInputs) - params.padding_h;
         uint32_t const n = storage.slots + count * 2 * kInputs + tile;
-        Produce::load(params, storage, n, segment.image, row, storage.loads[0].column);
-        storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();  // as a converter, which this warp is not here
+        Produce::load(params, storage, n, segment.image, row, storage.loads.column);
+        if (kLacks) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();  // as a converter, which this warp is not here
       }
     });
   }
@@ -146,7 +147,7 @@ struct Redo {
       uint32_t const slot = Use<Tile::kSlots>(own(storage).slots).index;
       if (threadIdx.x == 32) storage.pass[slot] = make_int2(exponent - kTop, last);
       Produce::hand_over(storage, slot);
-      if (threadIdx.x == 32) storage.slot_full[slot].arrive();  // for the warp that loads
+      if (kLacks && threadIdx.x == 32) storage.slot_full[slot].arrive();  // for the warp that loads
       __syncwarp();
       if (lane_index() == 0) ++own(storage).slots;
       __syncwarp();

@@ -35,8 +35,8 @@ struct Storer {
     int64_t const plane = int64_t(params.out_h) * params.out_w;
     bool const one_run = width == params.out_w;
     uint32_t phase = 0;
-    for (Work work = storage.work; work.valid();) {
-      Segment const segment = work.advance(params);
+    typename Tile::Work work = storage.work;
+    for (Segment segment; work.next(params, storage, segment);) {
 #pragma unroll 1
       for (int step = segment.step; step < segment.step + segment.count; ++step, phase ^= 1) {
         int const rows = min(2, params.out_h - 2 * step);

@@ -2,47 +2,12 @@
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass/arch/barrier.h"
 #include "cutlass/bfloat16.h"
 #include "cutlass/half.h"
 #include "cutlass_ops/fused/pool.hpp"
+#include "cutlass_ops/fused/work.hpp"
 
 namespace cutlass_ops::fused {
-
-// The steps of a team, in segments that stay within an image. A segment of `count` steps reads count + kHalo slots.
-struct Segment {
-  int image, step, count;
-};
-struct Work {
-  int image, step;  // of the next segment
-  int left;         // steps of a slice, or units
-
-  template <class Params>
-  CUTLASS_DEVICE static Work start(Params const& params, int team, int teams) {
-    if (team >= teams) return {0, 0, 0};
-    if (params.unit) {
-      int const units = params.units_of_image, total = params.n * units;
-      return {team / units, team % units * params.unit, (total - 1 - team) / teams + 1};
-    }
-    int64_t const total = int64_t(params.n) * params.steps;
-    int const first = int(total * team / teams);
-    return {first / params.steps, first % params.steps, int(total * (team + 1) / teams) - first};
-  }
-  CUTLASS_DEVICE bool valid() const { return left > 0; }
-  template <class Params>
-  CUTLASS_DEVICE Segment advance(Params const& params) {
-    Segment segment{image, step, params.steps - step};
-    if (params.unit) {
-      segment.count = min(segment.count, params.unit);
-      --left, image += params.jump_images, step += params.jump_steps;
-      if (step >= params.units_of_image * params.unit) ++image, step -= params.units_of_image * params.unit;
-    } else {
-      segment.count = min(segment.count, left);
-      left -= segment.count, ++image, step = 0;
-    }
-    return segment;
-  }
-};
 
 // Element: of x and the result, float, half_t or bfloat16_t. ChannelsLast: their layout. Channels: input channels in shared
 // memory, 64 or 16; smaller problems are padded there. Shifted: NCHW only, for a start that is no multiple of 16 bytes: TMA
@@ -73,12 +38,19 @@ struct Tile {
   static constexpr int kOutputChannels = 64 * kChannelGroups, kStrip = kWide ? 128 : 64 * kColumnGroups;
   // Few input channels leave registers for warps that only store (storer.hpp).
   static constexpr int kStoreWarps = !Pool::kWindow && !kChannelsLast && kChannels == 16 ? 4 : 0;
+  // Steps are claimed, so many times by a CTA at most; 0: each team has a slice of the batch (work.hpp).
+  static constexpr int kClaims = kStoreWarps && sizeof(Element) == 4 ? 2048 : 0;
+  using Work = cute::conditional_t<(kClaims > 0), Claims, Slice>;
   // The warpgroups take turns at the tensor cores, so that one runs chain and stores while the other multiplies. Left to themselves they
   // fall into step within five steps, since stores are slower beside the other's products, and then the tensor cores wait for both.
   // Where fp32 NCHW is pooled, stores are few and it does not pay; with few products a step neither (docs/performance.md).
   static constexpr bool kTakesTurns = kChannels == 64 && R == 3 && !(Pool::kWindow && sizeof(Element) == 4 && !kChannelsLast);
-  // Four warps convert a slot. Where stores are not in the consumers' way, two such teams take turns.
-  static constexpr int kConsumerWarps = 8, kConverters = 4, kTeams = kStoreWarps ? 2 : 1, kProducerWarps = kTeams * kConverters;
+  // Four warps convert a slot, and a thread of them loads. Where stores are not in the consumers' way, two teams take turns, and a warp
+  // of its own loads: what that takes, some 2,000 cycles of a thread, kept all of its team waiting. A slot is three turns of each of three
+  // converters, or of the busiest of four.
+  static constexpr int kConsumerWarps = 8, kTeams = kStoreWarps ? 2 : 1, kTeamWarps = 4, kProducerWarps = kTeams * kTeamWarps;
+  static constexpr bool kLoadsApart = kStoreWarps > 0;  // by the fourth warp of the first team
+  static constexpr int kConverters = kLoadsApart ? 3 : 4;
   static constexpr int kThreads = 32 * (kProducerWarps + kConsumerWarps + kStoreWarps);
   static constexpr int kHalo = (R - 1) / kRows;  // slots that a step shares with the next
 
@@ -101,7 +73,7 @@ struct Tile {
   // With 64 channels and 232 for the consumers ptxas serialises the wgmmas (C7512).
   static constexpr int kProducerRegisters = kChannels == 64 ? 24 : kStoreWarps ? 64 : 72;
   static constexpr int kConsumerRegisters = kChannels == 64 ? 240 : kStoreWarps ? 144 : 208;
-  static constexpr int kMisfitWords = kChannelsLast ? 128 : 256;
+  static constexpr int kMisfitWords = kClaims ? kClaims / 32 : kChannelsLast ? 128 : 256;
 
   // For the layout table: a step's conv outputs x output channels x input channels, its columns in the result.
   static constexpr int kStages = kSlots, kTile[3] = {kRows * kStrip, kOutputChannels, kChannels};
@@ -144,7 +116,7 @@ struct Tile {
       Work work;
       int column, image, row, left;
       uint32_t n;
-    } loads[kTeams];                                // where the next load is
+    } loads;                                        // where the next load is
     uint32_t found[2][kConverters];                 // redo.hpp
     struct {
       uint32_t left, tiles, slots, turn;
@@ -152,7 +124,10 @@ struct Tile {
     int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the slot's last}
     int32_t any_misfit;
     Work work;        // all of the CTA's
-    uint32_t slots;   // that it reads
+    uint32_t slots;   // that it reads; of claims known at the end
+    Barrier claimed[Claims::kBarriers];
+    int32_t claims[kClaims + 1];  // -1 ends them
+    uint32_t claims_known;
     uint32_t misfit_shift;  // slots of a bit in `misfits`, as a power of two
   };
   static constexpr int SharedStorageSize = sizeof(SharedStorage) + 1024;  // dynamic shared memory is aligned by hand
@@ -168,11 +143,11 @@ struct Params {
   uint4 const* weights;  // kernels/pack.cu's fragments
   float const* scales;   // and what its power-of-two scaling of each output channel is undone with
   void* output;
+  int32_t* counters;  // claims of each member of the teams beyond those that are dealt
   float pool_scale;
   int32_t n, k, out_h, out_w;    // of the result
   int32_t steps;                 // of an image: kRows rows of the convolution each
-  int32_t unit;                  // steps of a unit of work, dealt to the teams in turn; 0: a slice of the batch for each team
-  int32_t units_of_image, jump_images, jump_steps;  // where a team's next unit lies
+  int32_t claim_shift;           // steps of a claim, as a power of two
   int32_t padding_h, padding_w;
   int32_t shift;                 // columns that a tile starts early
   int32_t strips, channel_blocks;
