@@ -43,7 +43,10 @@ HEADER = {
 }
 
 #: What a family adds to it.
-FAMILY_HEADER: dict[str, dict[str, str]] = {"implicit_gemm": {}, "fused": {"box_columns": "Kernel::kBoxColumns", "claims": "Kernel::kClaims"}}
+FAMILY_HEADER: dict[str, dict[str, str]] = {
+    "implicit_gemm": {},
+    "fused": {"box_columns": "Kernel::kBoxColumns", "claims": "Kernel::kClaims"},
+}
 
 _POOLS = {"avg": "AveragePool", "max": "MaxPool", "none": "NoPool"}
 _ELEMENTS = {"f32": "float", "f16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}

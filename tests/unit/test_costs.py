@@ -114,7 +114,10 @@ def test_the_busiest_team_has_at_least_its_share_and_at_most_a_step_more(n, pool
 
 @pytest.mark.parametrize(
     ("n", "sms", "claims", "claim"),
-    [(8, 132, 2048, 1), (4290, 132, 2048, 1), (4292, 132, 2048, 2), (128, 1, 2048, 4), (128, 4, 1, 2048), (0, 132, 2048, 1), (8, 0, 2048, 1), (8, 132, 0, 0)],
+    [
+        *((8, 132, 2048, 1), (4290, 132, 2048, 1), (4292, 132, 2048, 2), (128, 1, 2048, 4), (128, 4, 1, 2048)),
+        *((0, 132, 2048, 1), (8, 0, 2048, 1), (8, 132, 0, 0)),
+    ],
 )
 def test_a_cta_claims_as_few_steps_at_a_time_as_it_has_room_for(n, sms, claims, claim):
     """63 steps an image; too few SMs for a team are selection's to refuse."""
