@@ -54,7 +54,7 @@ def candidates(operator: Operator, problem: Problem, device: int) -> tuple[list[
 
 @dataclass(frozen=True)
 class Stage:
-    """One launch of a plan: it may be repeated alone, its operands lie ready."""
+    """One launch of a plan. Its operands lie ready, but it may need those before it to run again."""
 
     record: KernelRecord
     #: Whether the range guard leaves it without work.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cutlass_ops import FusedConv2d
-from cutlass_ops.benchmark import accuracy, adapter, measure, rows
+from cutlass_ops.benchmark import accuracy, adapter, launches, measure, rows
 from cutlass_ops.benchmark.cases import (
     CASES,
     CUDA_GRAPHS,
@@ -149,6 +149,18 @@ def test_every_trial_of_every_competitor_waits_as_long_before_it(monkeypatch):
     log.clear()
     measure.one_trial(competitors[0])
     assert log == ["drain", "flush", "a", "drain"]
+
+
+def test_the_launches_before_one_run_ahead_of_each_of_its_trials():
+    log = []
+    record = SimpleNamespace(name="kernel")
+    stages = [adapter.Stage(record, False, functools.partial(log.append, what)) for what in "abc"]
+    for competitor in launches.alone(stages):
+        for _ in range(2):
+            with competitor.scope():
+                log.append("flush")
+                competitor.call()
+    assert "".join(log).replace("flush", "-") == "-a-a" + 2 * "a-b" + 2 * "ab-c"
 
 
 class Memory:
