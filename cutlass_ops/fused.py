@@ -37,7 +37,7 @@ class Fused:
         block = record.epilogue_tile[1]
         work = FusedWork.of(problem, record, sm_count)
         blocks, strips = work.blocks, work.strips
-        members = strips * blocks if work.claim else 0
+        members = strips * blocks
 
         chunks = 0 if nhwc else channels // 8
         self._pack_params = PackParams(None, *problem.weight_strides, None, None, None, k, c, r * s, s, channels, members, chunks)

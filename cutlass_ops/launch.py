@@ -17,6 +17,7 @@ from torch import Tensor
 from . import driver
 from .fused import Fused
 from .loader import KernelSet, device_facts
+from .manifest import require_arguments
 from .problem import Problem
 from .selection import Plan
 from .two_kernel import ALIGNMENT, TwoKernel
@@ -52,6 +53,8 @@ class PreparedCall:
             return
         driver.make_context_current(device)
         loaded = [kernels.get(name, device) for name in plan.kernels]
+        for kernel in loaded:
+            require_arguments(kernel.record, vector_names, scalar_names)
         sm_count = device_facts(device).sm_count
         self._part: Union[Fused, TwoKernel]
         if loaded[0].record.family == "pack":

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -17,7 +19,7 @@ from typing import Any, Literal, Optional
 from .errors import InstallationError
 from .version import __version__
 
-__all__ = ["FIELDS", "SCHEMA", "KernelRecord", "Manifest", "read_checks", "read_cubin", "verified_hashes"]
+__all__ = ["FIELDS", "SCHEMA", "KernelRecord", "Manifest", "read_checks", "read_cubin", "require_arguments", "verified_hashes"]
 
 SCHEMA = 1
 
@@ -49,6 +51,12 @@ _SIZES: dict[str, dict[str, int]] = {
 #: Lengths of variant, tile and epilogue_tile by family: selection and launches index them.
 _LENGTHS: dict[str, tuple[int, int, int]] = {"implicit_gemm": (1, 3, 2), "fused": (5, 3, 2)}
 _LENGTHS |= {"convert": (2, 0, 0), "pack": (2, 0, 0), "pool": (2, 0, 0)}
+#: Families of the kernels that all operators share, which are named by family and variant.
+_SHARED = ("convert", "pack", "pool")
+#: Times that a CTA of a kernel of this version can claim work, if it claims any: kClaims in fused/tile.hpp.
+CLAIMS = 2048
+#: Least and largest values of numbers: what a launch on sm_90 can have, and for the rest what an int holds.
+_BOUNDS = {"threads": (1, 1024), "shared_memory": (0, 232_448), "params_size": (1, 32_764), "box_columns": (0, 256)}
 #: Types that begin a variant: of the tensor cores' operands, of x.
 _TYPES = {"implicit_gemm": ("tf32", "f16", "bf16"), "fused": ("f32", "f16", "bf16")}
 
@@ -125,10 +133,30 @@ class KernelRecord:
                 f"{self.name}: expected the fields of this version's launches, got others too: {sorted(found - expected)}, "
                 f"and not all: {sorted(expected - found)}"
             )
-        if self.threads < 1 or self.shared_memory < 0:
-            raise ValueError(f"{self.name}: expected threads and shared memory, got {self.threads} and {self.shared_memory}")
+        self._check_numbers()
+        self._check_names()
         self._check_offsets()
         self._check_tiles()
+
+    def _check_numbers(self) -> None:
+        """Raise where a number is none that a kernel can have."""
+        for field in dataclasses.fields(self):
+            least, most = _BOUNDS.get(field.name, (0, 2**31 - 1))
+            value = getattr(self, field.name)
+            if field.type == "int" and not least <= value <= most:
+                raise ValueError(f"{self.name}: expected {field.name} from {least} to {most}, got {value}")
+        if self.claims not in (0, CLAIMS):
+            raise ValueError(f"{self.name}: expected 0 or {CLAIMS} claims, got {self.claims}")
+        if max(self.tile + self.epilogue_tile, default=1) > 1024:
+            raise ValueError(f"{self.name}: expected tiles of at most 1024, got {self.tile} and {self.epilogue_tile}")
+
+    def _check_names(self) -> None:
+        """Raise where a name is another kernel's, or no file's below cubins/."""
+        if not re.fullmatch(r"\w+\.cubin", self.cubin, re.ASCII):
+            raise ValueError(f"{self.name}: expected the name of a cubin below cubins/, got {self.cubin!r}")
+        shared = self.family in _SHARED or self.name.split("_")[0] in _SHARED
+        if shared and not self.operator and self.name != "_".join((self.family, *self.variant)):
+            raise ValueError(f"{self.name}: expected a kernel to be named by its family and variant, got {self.family}, {self.variant}")
 
     def _check_offsets(self) -> None:
         """Raise where what the loader writes leaves the parameter or meets something else in it."""
@@ -198,7 +226,7 @@ class Manifest:
             if len({k.name for k in kernels}) != len(kernels):
                 raise ValueError("expected one record a kernel, got two of one name")
             return cls(kernels, dict(data["provenance"]), dict(data["keys"]))
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             what = "damaged one" if _builder(data) in (None, __version__) else "damaged one or another version's"
             raise InstallationError(
                 f"expected a complete manifest at {path}, got a {what} ({error!r}); reinstall the wheel, or {_version_remedy(data)}"
@@ -218,6 +246,16 @@ def _version_remedy(data: Any) -> str:
     if builder in (None, __version__):
         return "build the kernels again with this version of cutlass_ops"
     return f"the kernels are of cutlass_ops {builder}, this is {__version__}: install {builder}, or build them again with {__version__}"
+
+
+def require_arguments(record: KernelRecord, vectors: Sequence[str], scalars: Sequence[str]) -> None:
+    """Raise InstallationError unless a kernel of an operator takes what calls of it pass."""
+    found, expected = (sorted(record.vectors), sorted(record.scalars)), (sorted(vectors), sorted(scalars))
+    if record.operator and found != expected:
+        raise InstallationError(
+            f"expected {record.name} to take the operator's vectors and scalars {expected}, its record has {found}; "
+            "build the kernels again, or reinstall the wheel"
+        )
 
 
 def read_cubin(folder: Path, record: KernelRecord) -> bytes:

@@ -177,7 +177,7 @@ SM_COUNT = 4
 _SMALL = (
     Sample("aligned", (5, 24, 12, 16), (24, 3, 3), pool=2),
     Sample("padded", (4, 24, 10, 16), (136, 3, 3), pool=2, arguments=(("padding", 1),)),
-    Sample("few channels", (2, 3, 9, 24), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("few channels", (8, 3, 9, 24), (72, 3, 3), pool=2, arguments=(("padding", 1),)),  # 20 claims for a CTA
     Sample("1 x 1", (10, 20, 7, 16), (40, 1, 1), pool=2),
     # Several rows for a CTA: what the first leaves of its last line goes on from row to row.
     Sample("wide", (3, 20, 7, 72), (16, 3, 3), pool=2, arguments=(("padding", 1),)),

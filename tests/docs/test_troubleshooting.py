@@ -18,6 +18,8 @@ CAUGHT = {
     "_check": "a record's fields: Manifest.load says that the manifest is damaged",
     "_check_offsets": "the same of where its fields lie",
     "_check_tiles": "the same of its variant and tiles",
+    "_check_numbers": "the same of its numbers",
+    "_check_names": "the same of its name and file",
     "_checked": "coefficients: Costs.load says that they cannot be read",
     "Manifest.load": "equal names: Manifest.load says that the manifest is damaged",
     "Costs.load": "another schema: Costs.load says that they cannot be read",

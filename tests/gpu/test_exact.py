@@ -34,7 +34,7 @@ MANY_TILES = Case(
 PROBLEMS = [*pairwise(CONVOLUTION, 60, seed=1), MANY_TILES]
 FUSED_PROBLEMS = fused_problems({}, 18, seed=9)
 DRAWN = {kind: len(cases) for kind, cases in FUSED_PROBLEMS.items()}  # those that follow are chosen
-#: Likewise for the fused kernels, whose CTAs walk through rows: of the batch's slices, or of the units that they take in turn.
+#: Likewise for the fused kernels, whose CTAs walk through rows: of a slice of the batch, or of steps that they claim.
 MANY_ROWS = Case(MANY_TILES.values | {"h": 66, "w": 72, "c": 24, "padding": 1})
 for _kind in FUSED:
     _layout = "channels_last" if "channels_last" in _kind[0] else "contiguous"

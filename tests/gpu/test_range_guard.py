@@ -16,7 +16,7 @@ GUARDED = "two-kernel-f16-guarded"  # the other plans with fp16 operands are of 
 X, WEIGHT = (3, 24, 18, 20), (40, 24, 3, 3)
 #: Problems of the other fused kernels of fp32 tensors; padding 1 has one of its own in NCHW.
 OTHERS = {
-    "few channels": ((3, 12, 18, 20), (40, 12, 3, 3), 0),
+    "few channels": ((33, 12, 35, 128), (40, 12, 3, 3), 0),  # several claims for a CTA
     "1 x 1": (X, (40, 24, 1, 1), 0),
     "padded": (X, WEIGHT, 1),
     "wide": ((40, 24, 18, 104), (48, 24, 3, 3), 0),  # several rows for a CTA
@@ -266,6 +266,8 @@ def test_a_stripe_of_small_values_keeps_its_bits(channels, layout, start):
 
 
 def test_more_images_than_steps_of_a_team():
-    """The share of every team is right where teams do not divide the units."""
-    x, weight = activation((397, 8, 2, 4), torch.float32, generator("units")), filters((16, 8, 1, 1), torch.float32, generator("units w"))
-    assert_accurate(conv2d, [x, weight], serving(conv2d, x, weight, precision="tf32"))
+    """An image is a step, and teams do not divide their number."""
+    x, weight = activation((397, 8, 2, 4), torch.float32, generator("steps")), filters((16, 8, 3, 3), torch.float32, generator("steps w"))
+    plans = serving(conv2d, x, weight, padding=1, precision="tf32")
+    assert "fused-f16" in plans
+    assert_accurate(conv2d, [x, weight], plans, padding=1)

@@ -208,6 +208,11 @@ FILES = {
         InstallationError,
         r"got a damaged one .*expected offsets within a parameter of 512 bytes, got -8",
     ),
+    "record without a vector of the operator": (
+        edit_gemm(lambda k: k["vectors"].pop("bias")),
+        InstallationError,
+        r"expected \w+ to take the operator's vectors and scalars .*'bias'.*, its record has .*; build the kernels again, or reinstall",
+    ),
     "record without threads": (edit_gemm(lambda k: k.update(threads=0)), InstallationError, r"got a damaged one .*expected threads"),
     "check records no JSON": (
         lambda folder: (folder / "gpu_checks.json").write_text("{"),

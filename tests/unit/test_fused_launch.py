@@ -119,13 +119,13 @@ def test_the_packing_orders_channels_as_the_ring_does(gpu, given, channels, chun
 
 
 @each_pool
-def test_nothing_in_the_workspace_overlaps_and_it_holds_the_packed_filter_alone(gpu):
+def test_nothing_in_the_workspace_overlaps_and_it_holds_the_packed_filter_and_counters_alone(gpu):
     gpu.run(*inputs(c=24, k=130))
     pack, _ = launches(gpu)
     (workspace,) = (t for t in gpu.memory.made if t.dtype is torch.uint8)
     base, fragments, scales = workspace.data_ptr(), 256 * 64 * 9 * 2, 256 * 4
-    assert (pack.fragments, pack.scales) == (base, base + fragments)
-    assert workspace.numel() == fragments + scales
+    assert (pack.fragments, pack.scales, pack.counters) == (base, base + fragments, base + fragments + scales)
+    assert workspace.numel() == fragments + scales + 256
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_the_kernel_gets_the_results_numbers_and_address(gpu):
 
 @each_pool
 def test_the_packing_resets_a_counter_of_claims_for_each_member_of_a_team(gpu):
-    """Without a pool, steps of few channels are claimed: by two strips of 128 columns x three blocks of 64 channels."""
+    """A member is a strip of 128 columns x a block of 64 channels."""
     gpu.run(*inputs(c=8, w=140, k=130))
     pack, fused = launches(gpu)
-    assert pack.members == (2 * 3 if gpu.pool == "none" else 0)
+    assert pack.members == 2 * 3
     assert pack.counters == pointer(fused, FUSED_FIELDS["counters"])
     assert pack.counters == pack.scales + 3 * 64 * 4
     (workspace,) = (t for t in gpu.memory.made if t.dtype is torch.uint8)
-    assert workspace.numel() == pack.counters + 256 * (gpu.pool == "none") - workspace.data_ptr()
+    assert workspace.numel() == pack.counters + 256 - workspace.data_ptr()
 
 
 def test_the_chain_gets_its_arguments_at_their_own_offsets_and_each_call_its_own(gpu):

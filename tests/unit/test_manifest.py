@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from cutlass_ops import OPERATORS, InstallationError, __version__
 from cutlass_ops.codegen import source
 from cutlass_ops.fused import PackParams
-from cutlass_ops.manifest import FIELDS, SCHEMA, KernelRecord, Manifest, read_checks, verified_hashes
+from cutlass_ops.manifest import CLAIMS, FIELDS, SCHEMA, KernelRecord, Manifest, read_checks, verified_hashes
 from cutlass_ops.two_kernel import ConvertJob, ConvertParams, PoolParams
 
 from .records import FUSED_FIELDS, all_records, fused_records, gemm_record, record
@@ -38,6 +40,10 @@ def damaged(path, change):
 
 def of_family(data, family):
     return next(k for k in data["kernels"] if k["family"] == family)
+
+
+def set_fused(data, **values):
+    of_family(data, "fused").update(values)
 
 
 def test_a_manifest_survives_json(path):
@@ -116,6 +122,15 @@ def test_json_that_is_no_manifest_is_refused(path, text):
         lambda data: of_family(data, "fused")["fields"].update(strips=of_family(data, "fused")["fields"]["input"] + 124),
         lambda data: of_family(data, "implicit_gemm")["vectors"].update(v=of_family(data, "implicit_gemm")["vectors"]["bias"] + 4),
         lambda data: of_family(data, "implicit_gemm").update(constants=[[of_family(data, "implicit_gemm")["fields"]["guard"], 1.0]]),
+        lambda data: of_family(data, "implicit_gemm").update(constants=[[math.inf, 1.0]]),
+        *(functools.partial(set_fused, claims=claims) for claims in (-1, 1, 4096, 10**30)),
+        *(functools.partial(set_fused, **{name: -1}) for name in ("box_columns", "stages", "registers", "hgmma", "shared_memory")),
+        *(functools.partial(set_fused, **{name: 10**12}) for name in ("box_columns", "threads", "shared_memory", "params_size")),
+        functools.partial(set_fused, tile=[10**20, 64, 16]),
+        *(functools.partial(set_fused, cubin=name) for name in ("", "a\0b.cubin", "../../a.cubin", "a/b.cubin", "cubin")),
+        lambda data: of_family(data, "pool").update(family="later"),
+        lambda data: of_family(data, "convert").update(family="pool"),
+        lambda data: of_family(data, "convert").update(variant=["f16", "f32"]),
     ],
 )
 def test_missing_unknown_and_damaged_fields_are_refused(path, change):
@@ -201,6 +216,12 @@ def test_what_builder_and_loader_share_is_that_of_the_schema():
     ]
     shared = json.dumps([record, {family: sorted(names) for family, names in FIELDS.items()}, structures])
     assert hashlib.sha256(shared.encode()).hexdigest() == CONTRACTS[SCHEMA]
+
+
+def test_kernels_claim_as_often_as_records_may_say():
+    header = Path(source.__file__).parent / "include/cutlass_ops/fused/tile.hpp"
+    (found,) = re.findall(r"kClaims = .* \? (\d+) : 0;", header.read_text())
+    assert int(found) == CLAIMS
 
 
 def test_the_builder_emits_the_fields_that_launches_fill():

@@ -188,10 +188,11 @@ def test_a_suite_has_every_kernel_and_plan_of_the_tracked_manifest(name, monkeyp
 
 
 def test_every_fused_kernel_goes_round_its_ring(monkeypatch):
-    """A race of two uses of a slot shows where a CTA reads more slots than the ring has."""
+    """A race of two uses of a slot shows where a CTA reads more slots than the ring has; claims go round a ring of 16 barriers."""
     monkeypatch.setenv(ALLOW_UNVERIFIED, "1")
     records = {kernel.name: kernel for kernel in Manifest.load(shipped_kernels() / "manifest.json").kernels}
     slots = {kernel.name: 0 for kernel in records.values() if kernel.family == "fused"}
+    steps = dict.fromkeys(slots, 0)
     for call in suite("small", OPERATORS, "cpu", H200):
         name = call.plan.kernels[-1]
         if name in slots:
@@ -199,8 +200,12 @@ def test_every_fused_kernel_goes_round_its_ring(monkeypatch):
             problem = call.op.problem(x, weight, call.op.arguments.bind(vectors, call.arguments)[2])
             work = FusedWork.of(problem, records[name], sanitizer.SM_COUNT)
             assert work.teams > 0, call.name
-            slots[name] = max(slots[name], work.busiest(x.shape[0], weight.shape[2])[1])
+            busiest = work.busiest(x.shape[0], weight.shape[2])
+            steps[name], slots[name] = max(steps[name], busiest[0]), max(slots[name], busiest[1])
     assert [name for name, count in slots.items() if count <= records[name].stages] == []
+    claiming = [name for name in steps if records[name].claims]
+    assert len(claiming) == 3
+    assert [name for name in claiming if steps[name] <= 16] == []
 
 
 def test_a_kernel_that_was_not_launched_is_named(monkeypatch, capsys):
