@@ -16,7 +16,7 @@ GUARDED = "two-kernel-f16-guarded"  # the other plans with fp16 operands are of 
 X, WEIGHT = (3, 24, 18, 20), (40, 24, 3, 3)
 #: Problems of the other fused kernels of fp32 tensors; padding 1 has one of its own in NCHW.
 OTHERS = {
-    "few channels": ((33, 12, 35, 128), (40, 12, 3, 3), 0),  # several claims for a CTA
+    "few channels": ((33, 12, 36, 128), (40, 12, 3, 3), 0),  # several claims for a CTA
     "1 x 1": (X, (40, 24, 1, 1), 0),
     "padded": (X, WEIGHT, 1),
     "wide": ((40, 24, 18, 104), (48, 24, 3, 3), 0),  # several rows for a CTA
@@ -75,7 +75,9 @@ MISFITTING_X = {
     "a pixel of NaN and infinity": lambda x: with_one(math.nan, (1, 0, 9, 10))(pixel(math.inf)(x)),
     **{f"NaN at {where}": with_one(math.nan, where) for where in CORNERS},
     **{f"1e6 at {where}": with_one(1e6, where) for where in CORNERS},
-    "rows of 1e6 and of 1e-7": lambda x: scaled(torch.tensor([1e6, 1e6, 1e6, 1e-7, 1e-7, 1e-7], device=DEVICE).repeat(3)[:, None])(x),
+    "rows of 1e6 and of 1e-7": lambda x: scaled(
+        torch.tensor([1e6, 1e6, 1e6, 1e-7, 1e-7, 1e-7], device=DEVICE).repeat(x.shape[2] // 6)[:, None]
+    )(x),
     "columns of 1e30 and of 1e-30": lambda x: scaled(torch.tensor([1e30, 1e-30, 1.0, 1.0], device=DEVICE).repeat(x.shape[3] // 4))(x),
     "a pixel of 1e-7 in an empty image": lambda x: pixel(1e-7)(x * 0),
     "an image of 1e-7 with a pixel of one": lambda x: pixel(1.0)(scaled(1e-7)(x)),
