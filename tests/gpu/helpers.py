@@ -151,15 +151,40 @@ def gradients(function, given):
 # ---- other processes ---------------------------------------------------------------------------------------------
 
 
-def run_script(source, *arguments):
-    """The last line that a fresh process prints; unverified kernels are allowed. Raises AssertionError with all of it if it fails."""
+def run_script(source, *arguments, **variables):
+    """The last line that a fresh process prints; unverified kernels are allowed. Raises AssertionError with all of it if it fails.
+
+    `variables` are of its environment.
+    """
     package = str(Path(cutlass_ops.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, ALLOW_UNVERIFIED: "1"}
+    environment = os.environ | {"PYTHONPATH": paths, ALLOW_UNVERIFIED: "1"} | variables
     command = [sys.executable, "-c", source, *map(str, arguments)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
     return run.stdout.strip().splitlines()[-1]
+
+
+ON_EVERY_DEVICE = """
+import hashlib, torch, cutlass_ops
+torch.manual_seed(0)
+x, weight = torch.rand(4, 24, 20, 24), torch.rand(40, 24, 3, 3)
+found = []
+for i in range(torch.cuda.device_count()):
+    with cutlass_ops.use_plan("fused-f16"):
+        y = cutlass_ops.conv2d_sub_tanh_sub_avgpool(x.to(i), weight.to(i))
+    assert y.device == torch.device("cuda", i)
+    found += [str(torch.cuda.get_device_properties(i).uuid), hashlib.sha256(y.cpu().numpy().tobytes()).hexdigest()]
+print(*found)
+"""
+
+
+def assert_devices_are_those_that_are_visible(*numbers):
+    """A process that sees these of this one's GPUs, in this order, computes the same bits on each, as many as there are."""
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in numbers]
+    found = run_script(ON_EVERY_DEVICE, CUDA_VISIBLE_DEVICES=",".join(f"GPU-{uuid}" for uuid in uuids)).split()
+    assert found[::2] == uuids
+    assert len(set(found[1::2])) == 1
 
 
 # ---- layouts -----------------------------------------------------------------------------------------------------

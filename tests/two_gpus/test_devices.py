@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from gpu.helpers import assert_devices_are_those_that_are_visible
 
 import cutlass_ops
 from cutlass_ops import FusedConv2d
@@ -72,6 +73,11 @@ def test_work_goes_to_the_current_stream_of_the_tensors_device(current):
             assert torch.cuda.current_device() == current
     side.synchronize()
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("numbers", [(1,), (1, 0), (0, 1)], ids=str)
+def test_devices_are_those_that_cuda_visible_devices_names_in_its_order(numbers):
+    assert_devices_are_those_that_are_visible(*numbers)
 
 
 def test_tensors_of_two_devices_are_refused():

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 import cutlass_ops
 from cutlass_ops import FusedConv2d
 
-from ..helpers import DEVICE, run_script
+from ..helpers import DEVICE, assert_devices_are_those_that_are_visible, run_script
 
 POOLED = cutlass_ops.conv2d_sub_tanh_sub_avgpool
 
@@ -78,6 +78,10 @@ print("ok")
 @pytest.mark.parametrize("script", [FORK_BEFORE_CUDA, FORK_AFTER_CUDA, THREADS], ids=["fork_before_cuda", "fork_after_cuda", "threads"])
 def test_in_a_fresh_process(script):
     assert run_script(script) == "ok"
+
+
+def test_a_device_that_is_named_in_cuda_visible_devices():
+    assert_devices_are_those_that_are_visible(0)
 
 
 def example():
