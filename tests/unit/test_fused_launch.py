@@ -85,7 +85,7 @@ def test_the_filter_is_packed_then_one_kernel_does_the_rest(gpu):
     assert [w.kernel for w in gpu.driver.work] == ["pack_f32_f16", f"{gpu.name}_fused_f32_nchw_c64_3x3{end}"]
     assert (pack.grid, pack.block, pack.shared_memory, pack.stream) == ((256, 1, 1), (256, 1, 1), 0, STREAM)
     assert (fused.block, fused.shared_memory, fused.stream) == ((384, 1, 1), 200_000, STREAM)
-    # Two channel blocks of 128; 7 conv rows are three pooled ones, and without a pool four steps, each a unit of its own.
+    # Two channel blocks of 128; 7 conv rows are three pooled ones, and without a pool four steps, each a team's.
     assert fused.grid == ((2 * 2 * 3 if gpu.pool != "none" else 2 * 2 * 4), 1, 1)
 
 
