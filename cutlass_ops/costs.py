@@ -21,7 +21,7 @@ from typing import Any, Optional
 from .errors import InstallationError
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import FusedWork, operand_channels, operands_to_convert, round_up
+from .work import FusedWork, gathered, operand_channels, operands_to_convert, round_up
 
 __all__ = ["FEATURES", "OVERLAPPED", "PATH", "SCHEMA", "SERIAL", "Coefficients", "Costs", "features", "shipped_costs"]
 
@@ -38,11 +38,12 @@ FEATURES = {
     "outputs": "kilo-elements of the convolution's result that the busiest computes",
     "iterations": "k-steps of the busiest (implicit GEMM)",
     "staged": "kilo-elements of x that the busiest brings into its ring (fused)",
+    "gathered": "thousands of copies by which it brings them where TMA cannot (fused)",
     "moved": "MB that the convolution's kernel reads and writes",
 }
 #: One after the other, and the groups of features that take place at once.
 SERIAL = ("launches", "convert", "pool", "result")
-OVERLAPPED = (("flops", "outputs", "iterations"), ("staged",), ("moved",))
+OVERLAPPED = (("flops", "outputs", "iterations"), ("staged", "gathered"), ("moved",))
 
 Features = Mapping[str, float]
 _BYTES = {"f32": 4, "tf32": 4, "f16": 2, "bf16": 2}
@@ -63,11 +64,14 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
     steps, slots = work.busiest(n, r)
     nhwc, size = record.variant[1] == "nhwc", _BYTES[problem.dtype]
     loaded = channels if nhwc else min(channels, round_up(c, 8))
+    copied = gathered(problem)
+    staged = slots * work.rows * record.box_columns * loaded / 1e3
     return {
         "launches": 2,
         "flops": steps * 2 * pixels * block * channels * r * s / 1e6,
         "outputs": steps * pixels * block / 1e3,
-        "staged": slots * work.rows * record.box_columns * loaded / 1e3,
+        "staged": staged,
+        "gathered": staged / copied if copied else 0.0,
         "moved": (n * c * h * w + math.prod(problem.output_shape)) * size / 1e6,
     }
 

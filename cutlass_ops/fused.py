@@ -10,7 +10,7 @@ from . import driver
 from .loader import LoadedKernel
 from .problem import Problem
 from .two_kernel import ALIGNMENT, Descriptor
-from .work import FusedWork, round_up
+from .work import FusedWork, gathered, round_up
 
 
 class PackParams(ctypes.Structure):
@@ -47,6 +47,7 @@ class Fused:
         size = 4 if record.variant[0] == "f32" else 2
         shift = 0 if nhwc else -problem.padding[1] % (16 // size)
         values = {"n": n, "k": k, "out_h": out_h, "out_w": out_w, "padding_h": problem.padding[0], "padding_w": problem.padding[1]}
+        values |= {"c": c, "h": h, "w": w, "gathered": gathered(problem)}
         values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": work.steps}
         values["claim_shift"] = max(work.claim, 1).bit_length() - 1
         if nhwc:
@@ -65,7 +66,7 @@ class Fused:
             struct.pack_into("<f", params, record.fields["pool_scale"], 1.0 / window)
         for where, constant in record.constants:
             struct.pack_into("<f", params, where, constant)
-        self._input = Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
+        self._input = None if gathered(problem) else Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
         self._launch = fused.launch(work.teams * strips * blocks, params, overlap=True)
 
         self._scales_offset = round_up(blocks * block * channels * r * s * 2, ALIGNMENT)
@@ -81,8 +82,9 @@ class Fused:
         scales, counters = base + self._scales_offset, base + self._counters_offset
         pack, record = self._pack_params, self._record
         pack.source, pack.fragments, pack.scales, pack.counters = sources[1], base, scales, counters
-        self._input.point_to(sources[0])
-        for name, address in (("weights", base), ("scales", scales), ("counters", counters)):
+        if self._input is not None:
+            self._input.point_to(sources[0])
+        for name, address in (("x", sources[0]), ("weights", base), ("scales", scales), ("counters", counters)):
             struct.pack_into("<Q", self._params, record.fields[name], address)
         for name, address in vectors.items():
             struct.pack_into("<Q", self._params, record.vectors[name], address)

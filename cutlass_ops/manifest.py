@@ -36,8 +36,8 @@ FIELDS: dict[str, frozenset[str]] = {
     ),
     "fused": frozenset(
         (
-            *("input", "weights", "scales", "output", "counters", "pool_scale", "n", "k", "out_h", "out_w", "steps"),
-            *("claim_shift", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
+            *("input", "weights", "scales", "x", "output", "counters", "pool_scale", "n", "k", "out_h", "out_w", "steps"),
+            *("c", "h", "w", "gathered", "claim_shift", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
         )
     ),
 }
@@ -45,7 +45,7 @@ FIELDS: dict[str, frozenset[str]] = {
 #: Bytes of the fields that are no number of 4: TMA descriptors, and addresses.
 _SIZES: dict[str, dict[str, int]] = {
     "implicit_gemm": {"activation": 128, "filter": 128, "output": 128, "guard": 8},
-    "fused": {"input": 128, "weights": 8, "scales": 8, "output": 8, "counters": 8},
+    "fused": {"input": 128, "weights": 8, "scales": 8, "x": 8, "output": 8, "counters": 8},
 }
 
 #: Lengths of variant, tile and epilogue_tile by family: selection and launches index them.

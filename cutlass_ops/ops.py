@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -281,9 +282,9 @@ class Operator:
         precision = parameters.precision
         if precision is None and dtype is torch.float32:
             precision = "tf32" if conv_allows_tf32() else "ieee"
-        aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
+        beyond_16 = (x.data_ptr() | weight.data_ptr()) & 15  # bytes
         key: tuple[Any, ...] = (x.shape, x.stride(), dtype, device, weight.shape, weight.stride(), weight.dtype, weight.device)
-        key += (parameters, precision, aligned, forced)
+        key += (parameters, precision, beyond_16, forced)
         for v in vectors:
             key += (None,) if v is None else (v.shape, v.dtype, v.device, v.is_contiguous())
         calls = _thread.calls[self.__name__]
@@ -324,10 +325,10 @@ class Operator:
     def problem(self, x: Tensor, weight: Tensor, parameters: Parameters) -> Problem:
         """The facts of a call whose arguments have been checked."""
         px, pw = presentable(x), presentable(weight)
-        # Of the given tensors, as in a prepared call's key: whether a copy is aligned must not depend on which call came first.
+        # Of the given tensors, as in a prepared call's key: how a copy is aligned must not depend on which call came first.
         # A tensor elsewhere stands for one on a GPU, whose storage would begin at whole 16 bytes.
         places = [t.data_ptr() if t.is_cuda else t.storage_offset() * t.element_size() for t in (x, weight)]
-        aligned = all(place % 16 == 0 for place in places)
+        alignment = math.gcd(16, *places)
         return Problem(
             operator=self.spec.name,
             dtype=DTYPES[x.dtype],
@@ -341,7 +342,7 @@ class Operator:
             dilation=parameters.dilation,
             pool=parameters.pool,
             channels_last=result_channels_last(x, weight),
-            aligned=aligned,
+            alignment=alignment,
         )
 
     def _select(self, problem: Problem, device: DeviceFacts, forced: Optional[str]) -> Selection:

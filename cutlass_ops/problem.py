@@ -80,8 +80,8 @@ class Problem:
     pool: Optional[PoolArguments]
     #: Memory format of the result (PyTorch's convention for conv2d: channels_last if either input is).
     channels_last: bool
-    #: Whether both base addresses are multiples of 16 bytes, as the tensor memory accelerator needs them.
-    aligned: bool = True
+    #: Bytes of which both base addresses are multiples, a power of two; 16, which the tensor memory accelerator needs, stands for more.
+    alignment: int = 16
 
     @property
     def conv_size(self) -> Pair:

@@ -11,7 +11,7 @@ from typing import Optional, Union
 from .costs import Costs
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import rows_of_step, team_size
+from .work import gathered, rows_of_step, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -222,9 +222,9 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
     _, k, out_h, out_w = problem.output_shape
     element, layout, size, alignment, pool_kind = record.variant
     pool, r, s = problem.pool, *problem.weight_shape[2:]
-    nhwc, bytes_of_row = layout == "nhwc", (c if layout == "nhwc" else w) * (4 if element == "f32" else 2)
+    nhwc, bytes_of_element = layout == "nhwc", 4 if element == "f32" else 2
     strides = (h * w * c, 1, w * c, c) if nhwc else (c * h * w, h * w, w, 1)
-    columns = 16 // (4 if element == "f32" else 2)
+    columns = 16 // bytes_of_element
     dense = f"a dense {_LAYOUTS[nhwc]} input and result, got strides {problem.x_strides} and a {_LAYOUTS[problem.channels_last]} result"
     checks = [
         (element == problem.dtype, f"{element} tensors, got {problem.dtype}"),
@@ -235,9 +235,14 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         (problem.stride == (1, 1) and problem.dilation == (1, 1), f"stride and dilation 1, got {problem.stride}, {problem.dilation}"),
         (c <= record.tile[2], f"at most {record.tile[2]} input channels, got {c}"),
         (
-            bytes_of_row % 16 == 0 and problem.aligned,
-            f"{'pixels' if nhwc else 'rows'} of whole 16 bytes for TMA, got {bytes_of_row} bytes (aligned: {problem.aligned})",
+            not nhwc or (c * bytes_of_element % 16 == 0 and problem.alignment == 16),
+            f"pixels of whole 16 bytes for TMA, got {c * bytes_of_element} bytes at multiples of {problem.alignment}",
         ),
+        (
+            gathered(problem) * bytes_of_element != 2,
+            f"rows of whole 4 bytes, got {w} columns of 2 at multiples of {problem.alignment} bytes",
+        ),
+        (nhwc or pool is not None or out_w % 2 == 0, f"rows of an even number of results without a pool, got {out_w}"),
         (
             team_size(problem, record) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",

@@ -102,6 +102,13 @@ SAMPLES = (
     Sample("1 x 1, wide", (16, 64, 40, 104), (136, 1, 1), pool=2),
     Sample("in strips", (3, 64, 21, 144), (144, 3, 3), pool=2),
     Sample("whole lines", (7, 40, 20, 128), (80, 3, 3), pool=2, arguments=(("padding", 1),)),
+    # Rows that TMA cannot read.
+    Sample("gathered", (8, 64, 56, 58), (128, 3, 3), pool=2),
+    Sample("padded, gathered", (4, 32, 40, 46), (96, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("few channels, gathered", (4, 8, 56, 134), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("1 x 1, gathered", (4, 64, 40, 54), (136, 1, 1), pool=2),
+    Sample("wide, gathered", (9, 64, 37, 102), (144, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("1 x 1, wide, gathered", (16, 64, 40, 102), (136, 1, 1), pool=2),
     Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", pool=2, arguments=(("padding", 1),)),
     Sample("few channels_last", (4, 8, 37, 45), (72, 3, 3), "channels_last", pool=2),
     Sample("1 x 1 channels_last", (4, 64, 33, 31), (70, 1, 1), "channels_last", pool=2),

@@ -26,6 +26,17 @@ def rows_of_step(problem: Problem, record: KernelRecord) -> int:
     return record.tile[0] // (record.epilogue_tile[0] * (2 if problem.pool else 1))
 
 
+def gathered(problem: Problem) -> int:
+    """Elements of a copy by which a fused kernel gathers rows of x that TMA, which knows whole 16 bytes, cannot read; 0: TMA reads x.
+
+    1 of 16 bits is none: copies to shared memory have 4 bytes at least.
+    """
+    width, size = problem.x_shape[3], 4 if problem.dtype == "f32" else 2
+    if problem.channels_last or (width * size % 16 == 0 and problem.alignment == 16):
+        return 0
+    return 2 if width % 2 == 0 and problem.alignment >= 2 * size else 1
+
+
 @dataclass(frozen=True)
 class FusedWork:
     """The fused kernel's: teams of strips x blocks CTAs walk the images' steps."""
@@ -71,7 +82,7 @@ def operands_to_convert(problem: Problem) -> tuple[int, ...]:
         _, c, h, w = shape
         return tuple(strides) == (h * w * c, 1, w * c, c)
 
-    whole = problem.x_shape[1] % 8 == 0 and problem.aligned
+    whole = problem.x_shape[1] % 8 == 0 and problem.alignment == 16
     pairs = ((problem.x_shape, problem.x_strides), (problem.weight_shape, problem.weight_strides))
     return tuple(i for i, (shape, strides) in enumerate(pairs) if not (whole and dense_nhwc(shape, strides)))
 

@@ -93,14 +93,25 @@ _CALLS: tuple[tuple[str, int, int, int, int, int, int, int], ...] = (
     (PLAIN, 256, 128, 7, 256, 3, 1, 1),
 )
 _NARROW = ((POOLED, 512, 64, 14, 128, 3, 1, 1), (PLAIN, 128, 64, 14, 64, 3, 1, 1), (PLAIN, 512, 64, 7, 128, 1, 1, 0))
+#: Rows of no whole 16 bytes, which fused kernels of NCHW gather.
+_GATHERED = (
+    (POOLED, 128, 64, 126, 128, 3, 1, 0),
+    (POOLED, 512, 64, 14, 128, 3, 1, 1),
+    (POOLED, 64, 16, 110, 64, 3, 1, 1),
+    (POOLED, 8, 64, 62, 64, 1, 1, 0),
+    (HARDSWISH, 128, 8, 126, 64, 3, 1, 0),
+    (HARDSWISH, 64, 3, 30, 16, 3, 1, 1),
+    (MIN_ADD_MUL, 64, 64, 126, 128, 3, 1, 1),
+    (PLAIN, 64, 32, 62, 64, 3, 1, 1),
+)
 _IMAGES = ((POOLED, 16, 3, 224, 64, 3, 1, 1), (HARDSWISH, 64, 3, 64, 16, 3, 1, 1))
 
 
 def sweep_shapes() -> list[Shape]:
     """All of them. Of every second call half precision takes NCHW too, and float32 channels_last."""
-    found = [Shape(*call, dtype="f32") for call in (*_CALLS, *_IMAGES)]
+    found = [Shape(*call, dtype="f32") for call in (*_CALLS, *_IMAGES, *_GATHERED)]
     found += [Shape(*call, dtype="f32", channels_last=True) for call in (*_CALLS[1::2], *_NARROW)]
     for dtype in ("f16", "bf16"):
         found += [Shape(*call, dtype=dtype, channels_last=True) for call in (*_CALLS, *_NARROW)]
-        found += [Shape(*call, dtype=dtype) for call in (*_CALLS[::2], *_IMAGES)]
+        found += [Shape(*call, dtype=dtype) for call in (*_CALLS[::2], *_IMAGES, *_GATHERED)]
     return found

@@ -21,8 +21,8 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "fused": {
         name: name
         for name in (
-            *("input", "weights", "scales", "output", "counters", "pool_scale", "n", "k", "out_h", "out_w", "steps"),
-            *("claim_shift", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
+            *("input", "weights", "scales", "x", "output", "counters", "pool_scale", "n", "k", "out_h", "out_w", "steps"),
+            *("c", "h", "w", "gathered", "claim_shift", "padding_h", "padding_w", "shift", "strips", "channel_blocks", "box_bytes"),
         )
     },
 }

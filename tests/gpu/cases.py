@@ -33,7 +33,8 @@ POOL = {
     "count_include_pad": (True, False),
     "divisor_override": (None, 1, 5, -3),
 }
-#: What the fused kernels serve: float32 and half precision, NCHW and channels_last; 3 x 3 filters and 1 x 1.
+#: What the fused kernels serve, float32 and half precision, NCHW and channels_last; 3 x 3 filters and 1 x 1. NCHW rows of whole 16 bytes
+#: are read by TMA, others are gathered.
 #: Up to 16 input channels 3 x 3 filters have a kernel of their own; a CTA has 64 or 128 columns and 128 or 64 output channels.
 _FUSED = {
     "n": (1, 2, 3, 37),
@@ -48,10 +49,10 @@ _PIXELS = {"x_layout": ("channels_last",), "weight_layout": ("channels_last", "c
 _3X3 = {"filter": ((3, 3),), "padding": (0, 1, 2, (0, 2), (3, 4), (1, 8))}
 _1X1 = {"filter": ((1, 1),), "padding": (0, (1, 0), (2, 4), (0, 8))}  # float32: whole 16 bytes
 FUSED = {
-    ("f32", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (4, 8, 64, 68, 132, 260), "c": (1, 3, 16, 17, 24, 64)},
-    ("f32", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (4, 64, 68, 132), "c": (1, 8, 17, 64)},
-    ("half", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (8, 64, 72, 136, 264), "c": (1, 3, 16, 17, 24, 64)},
-    ("half", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (8, 64, 72, 136), "c": (1, 8, 17, 64)},
+    ("f32", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (2, 4, 8, 64, 66, 68, 126, 132, 260), "c": (1, 3, 16, 17, 24, 64)},
+    ("f32", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (2, 4, 14, 64, 68, 126, 132), "c": (1, 8, 17, 64)},
+    ("half", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (2, 8, 28, 64, 72, 126, 136, 264), "c": (1, 3, 16, 17, 24, 64)},
+    ("half", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (4, 8, 14, 64, 72, 130, 136), "c": (1, 8, 17, 64)},
     ("f32 channels_last", "3x3"): _FUSED | _PIXELS | _3X3 | {"w": (3, 5, 64, 67, 131, 258), "c": (4, 12, 16, 20, 64)},
     ("f32 channels_last", "1x1"): _FUSED | _PIXELS | _1X1 | {"w": (3, 5, 64, 67, 131), "c": (4, 12, 20, 64)},
     ("half channels_last", "3x3"): _FUSED | _PIXELS | _3X3 | {"w": (3, 5, 64, 67, 131, 258), "c": (8, 16, 24, 64)},

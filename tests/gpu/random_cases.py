@@ -66,9 +66,10 @@ class RandomCase(Case):
         values: dict[str, Any] = {"bias": choose.random() < 0.8}
         pooled = self.op.spec.pool is not None
         if choose.random() < 0.4:  # near what a fused kernel serves
-            values |= {"n": one(1, 6), "c": choose.choice((1, 3, 8, 16, 24, 32, 64, 65)), "h": one(3, 40), "w": 4 * one(1, 40)}
+            values |= {"n": one(1, 6), "c": choose.choice((1, 3, 8, 16, 24, 32, 64, 65)), "h": one(3, 40)}
+            values |= {"w": choose.choice((1, 2, 4)) * one(1, 40)}
             if choose.random() < 0.25:  # several whole rows for every CTA
-                values |= {"n": one(20, 60), "h": one(3, 16), "w": 4 * one(15, 33)}
+                values |= {"n": one(20, 60), "h": one(3, 16), "w": choose.choice((2, 4)) * one(15, 33)}
             values |= {"k": one(1, 140), "filter": choose.choice(((3, 3), (3, 3), (1, 1))), "stride": 1}
             values |= {"padding": choose.choice((0, 0, 1, 2, (1, 0), (0, 1), (3, 4))), "dilation": 1}
             values |= {"x_layout": choose.choice(("contiguous", "contiguous", "channels_last", "channels_last", *layouts))}

@@ -56,10 +56,10 @@ def gemm_record(operator: str, operand: str, **changes) -> KernelRecord:
     return record(f"{operator}_{operand}", "implicit_gemm", (operand,), **values | changes)
 
 
-FUSED_FIELDS = {"input": 0, "weights": 152, "scales": 160, "output": 168, "counters": 176, "pool_scale": 184}
-FUSED_NUMBERS = ("n", "k", "out_h", "out_w", "steps", "claim_shift", "padding_h", "padding_w", "shift")
+FUSED_FIELDS = {"input": 0, "weights": 152, "scales": 160, "x": 168, "output": 176, "counters": 184, "pool_scale": 192}
+FUSED_NUMBERS = ("n", "k", "out_h", "out_w", "c", "h", "w", "gathered", "steps", "claim_shift", "padding_h", "padding_w", "shift")
 FUSED_NUMBERS += ("strips", "channel_blocks", "box_bytes")
-FUSED_FIELDS |= {name: 188 + 4 * i for i, name in enumerate(FUSED_NUMBERS)}
+FUSED_FIELDS |= {name: 196 + 4 * i for i, name in enumerate(FUSED_NUMBERS)}
 
 #: Type of x, layout, input channels, filter, aligned or shifted or wide (which is shifted too) -> columns of a TMA load.
 FUSED = {
@@ -93,7 +93,7 @@ def fused_records(operator: str, pool: str) -> tuple[KernelRecord, ...]:
             "operator": operator,
             "threads": 640 if stores_apart else 384,
             "shared_memory": 200_000,
-            "params_size": 256,
+            "params_size": 384,
             "hgmma": 72,
             "tile": (strip if wide else 2 * strip, outputs, channels),
             "stages": 4 if element == "f32" else 8 if layout == "nhwc" else 6 if channels == 64 and not wide else 4,

@@ -35,6 +35,7 @@ def test_the_work_of_a_fused_kernel_with_a_pool():
         "flops": pytest.approx(123 * 2 * 128 * 128 * 64 * 9 / 1e6),
         "outputs": pytest.approx(123 * 128 * 128 / 1e3),
         "staged": pytest.approx((123 + 2) * 2 * 68 * 64 / 1e3),
+        "gathered": 0,
         "moved": pytest.approx((128 * 64 * 128 * 128 + 128 * 128 * 63 * 63) * 4 / 1e6),
     }
 
@@ -54,6 +55,24 @@ def test_float32_channels_last_takes_slices_and_loads_all_channels_of_its_tile()
     found = work("fused-f16", **few)
     assert found["outputs"] == pytest.approx(62 * 256 * 64 / 1e3)
     assert found["staged"] == pytest.approx((62 + 1) * 2 * 130 * 16 / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({"x_shape": (8, 64, 40, 126)}, 1 / 2),
+        ({"x_shape": (8, 64, 40, 125)}, 1),
+        ({"alignment": 8}, 1 / 2),
+        ({"alignment": 4}, 1),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 28, 28)}, 1 / 2),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 32, 32)}, 0),
+        ({"x_shape": (8, 64, 28, 28)}, 0),
+        (HALF | {"x_shape": (8, 64, 28, 27)}, 0),
+    ],
+)
+def test_copies_of_what_no_tma_load_can_bring_count_too(changes, share):
+    found = work("fused-f16", **changes)
+    assert found["gathered"] == pytest.approx(share * found["staged"])
 
 
 def test_columns_of_an_empty_strip_count():

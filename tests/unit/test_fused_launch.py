@@ -78,6 +78,36 @@ def launches(gpu):
 
 
 @each_pool
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [18, 14, 2, 13])
+def test_rows_that_tma_cannot_read_are_gathered(gpu, dtype, width):
+    if width % 2 and (dtype is not torch.float32 or gpu.pool == "none"):
+        return  # served by no fused kernel
+    given = inputs(c=24, h=12, w=width, dtype=dtype)
+    gpu.run(*given, padding=(0, 1))
+    _, fused = launches(gpu)
+    assert pointer(fused, FUSED_FIELDS["x"]) == given[0].data_ptr()
+    assert fused.params[:128] == bytes(128)  # no descriptor
+    found = numbers(fused)
+    assert found["gathered"] == (1 if width % 2 else 2)
+    assert (found["n"], found["c"], found["h"], found["w"]) == (2, 24, 12, width)
+    assert found["box_bytes"] % (24 * 2 * given[0].element_size()) == 0
+    again = [t.clone() for t in given]
+    gpu.run(*again, padding=(0, 1))
+    assert pointer(launches(gpu)[1], FUSED_FIELDS["x"]) == again[0].data_ptr()
+
+
+@pytest.mark.parametrize(("offset", "gathered"), [(1, 1), (2, 2), (4, 0)])
+def test_so_are_rows_that_begin_elsewhere_than_at_16_bytes(gpu, offset, gathered):
+    x, weight, v = inputs()
+    moved = torch.empty(x.numel() + offset)[offset:].view(x.shape).copy_(x)
+    gpu.run(moved, weight, v)
+    _, fused = launches(gpu)
+    assert numbers(fused)["gathered"] == gathered
+    assert (fused.params[:128] == bytes(128)) == (gathered > 0)
+
+
+@each_pool
 def test_the_filter_is_packed_then_one_kernel_does_the_rest(gpu):
     gpu.run(*inputs(c=24, k=130))
     pack, fused = gpu.driver.work

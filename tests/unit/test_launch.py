@@ -316,6 +316,6 @@ def test_a_tensor_that_cannot_be_walked_is_copied_in_its_own_memory_format():
 def test_a_tensor_elsewhere_is_aligned_as_its_offset_would_be_on_a_gpu(device):
     storage, weight = torch.empty(8 + 2 * 4 * 6 * 8, device=device), torch.empty(3, 4, 3, 3, device=device)
     parameters = conv2d.arguments.bind((), {})[2]
-    for offset, aligned in ((0, True), (1, False), (2, False), (4, True)):
+    for offset, alignment in ((0, 16), (1, 4), (2, 8), (4, 16)):
         x = storage[offset : offset + 2 * 4 * 6 * 8].view(2, 4, 6, 8)
-        assert conv2d.problem(x, weight, parameters).aligned == aligned
+        assert conv2d.problem(x, weight, parameters).alignment == alignment

@@ -14,6 +14,7 @@ from cutlass_ops import InstallationError, MaxPool2d, Operator, accuracy, verifi
 from cutlass_ops.accuracy import Accuracy
 from cutlass_ops.loader import ALLOW_UNVERIFIED
 from cutlass_ops.manifest import Manifest, verified_hashes
+from cutlass_ops.work import gathered
 
 from .fake_driver import H200
 from .records import write_folder
@@ -44,14 +45,21 @@ def test_only_tests_too_large_for_the_gpu_may_be_skipped(tmp_path, tests, counts
 def assert_samples_reach_every_kernel_of(op):
     generator = torch.Generator().manual_seed(0)
     reached, plans = set(), set()
+    read = {True: set(), False: set()}  # NCHW kernels by whether they gather x
     for sample in verification.SAMPLES:
         for dtype in verification.DTYPES_WITH_KERNELS:
             tensors, arguments = sample.inputs(op, dtype, generator)
             for plan in accuracy.serving(op, *tensors, device=H200, **arguments):
                 reached |= set(plan.kernels)
+                read[gathered(op.problem(*tensors[:2], op.arguments.bind(tensors[2:], arguments)[2])) > 0] |= set(plan.kernels)
                 plans.add((sample.name, plan.name.split("-")[0]))
     assert reached >= {k.name for k in Manifest.load(op.kernels / "manifest.json").kernels if k.operator == op.spec.name}
-    assert {sample for sample, plan in plans if plan == "fused"} == {sample.name for sample in verification.SAMPLES[:-3]}
+    fused = {sample for sample, plan in plans if plan == "fused"}
+    assert fused - {"narrow"} == {sample.name for sample in verification.SAMPLES[:-3]}
+    assert ("narrow" in fused) == (op.spec.pool is not None and op.spec.pool.kernel_size == 2)  # float32 of an odd width
+    nchw = {k for k in reached if "_fused_" in k and "_nchw_" in k}
+    assert read[True] >= nchw
+    assert read[False] >= nchw
 
 
 @pytest.mark.parametrize("name", cutlass_ops.OPERATORS)

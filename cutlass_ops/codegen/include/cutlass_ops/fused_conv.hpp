@@ -35,12 +35,13 @@ struct FusedConv : Tile_ {
 
   CUTLASS_DEVICE static void initialize(Params const& params, SharedStorage& storage, int team, int teams, int strip) {
     for (int i = threadIdx.x; i < int(sizeof(storage.misfits) / 4); i += Tile::kThreads) storage.misfits[i] = 0;
-    if (Tile::kConverts && params.box_bytes < Tile::kRawBytes) {  // channels and columns that no load writes
+    if (Tile::kConverts && (params.box_bytes < Tile::kRawBytes || params.gathered)) {  // channels and columns that no load writes
       for (int i = threadIdx.x; i < int(sizeof(storage.raw) / 16); i += Tile::kThreads)
         reinterpret_cast<uint4*>(storage.raw)[i] = make_uint4(0, 0, 0, 0);
     }
     if (threadIdx.x == 0) {
-      for (int i = 0; i < Tile::kRawStages; ++i) storage.raw_full[i].init(1), storage.raw_empty[i].init(Tile::kConverters);
+      int const loaders = Tile::kGathers && params.gathered ? 32 * Tile::kGatherWarps : 1;
+      for (int i = 0; i < Tile::kRawStages; ++i) storage.raw_full[i].init(loaders), storage.raw_empty[i].init(Tile::kConverters);
       for (int i = 0; i < Tile::kSlots; ++i) {
         storage.slot_full[i].init(Tile::kConverts ? Tile::kConverters : 1), storage.slot_empty[i].init(Tile::kConsumerWarps);
       }
@@ -54,11 +55,12 @@ struct FusedConv : Tile_ {
       storage.turn[0].init(4), storage.turn[1].init(4), storage.finished.init(Tile::kThreads);
       storage.any_misfit = 0;
       cutlass::arch::fence_barrier_init();
-      cute::prefetch_tma_descriptor(&params.input);
+      if (loaders == 1) cute::prefetch_tma_descriptor(&params.input);
     }
     if (threadIdx.x == 32) {
       storage.work = Tile::Work::start(params, team, teams);
-      storage.loads = {storage.work, strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0), 0, 0, 0, 0};
+      int const column = strip * Tile::kStrip - params.padding_w - (Tile::kShifted ? params.shift : 0);
+      for (auto& next : storage.loads) next = {storage.work, column, 0, 0, 0, 0, 0};
       if constexpr (Tile::kClaims) {
         static_assert(Tile::kHalo < 2, "a claim's slots share a bit");
         storage.misfit_shift = params.claim_shift + Tile::kHalo, storage.claims_known = 0;
@@ -92,19 +94,19 @@ struct FusedConv : Tile_ {
     if (cutlass::canonical_warp_idx_sync() < Tile::kProducerWarps) {
       cutlass::arch::warpgroup_reg_dealloc<Tile::kProducerRegisters>();
       if (Tile::kLoadsApart && threadIdx.x / 32 % Tile::kTeamWarps == Tile::kConverters) {
-        if (threadIdx.x == 32 * Tile::kConverters) Produce::load_all(params, storage);
+        if (params.gathered || cutlass::canonical_warp_idx_sync() == Tile::kConverters) Produce::load_all(params, storage);
         __syncwarp();
       } else if constexpr (Tile::kConverts) {
         Produce::convert_all(params, storage);
       } else if (threadIdx.x == 0) {
-        while (storage.loads.n < storage.slots) Produce::load_next(params, storage);
+        while (storage.loads[0].n < storage.slots) Produce::load_next(params, storage, 0);
       }
       if constexpr (Tile::kGuarded) {
         wait_for_all(storage);
         if (!storage.any_misfit) return;
         if (threadIdx.x >= 32 * Tile::kTeamWarps) return;  // one team redoes
         if (threadIdx.x < 32) {
-          if (cute::elect_one_sync()) Redo::load_all(params, storage);
+          if (Tile::kGathers || threadIdx.x == 0) Redo::load_all(params, storage);
         } else {
           Redo::convert_all(params, storage);
         }

@@ -1,4 +1,4 @@
-// What fills the ring of pixel rows: a TMA thread and, but for 16-bit channels_last, converter warps.
+// What fills the ring of pixel rows: a TMA thread, or warps that gather, and, but for 16-bit channels_last, converter warps.
 #pragma once
 
 #include "cutlass_ops/fused/converter.hpp"
@@ -11,17 +11,29 @@ struct Producer {
   using Element = typename Tile::Element;
   using Convert = Converter<Tile>;
 
-  // The input rows of the n-th slot. They may lie outside the image, and so may columns and channels: TMA fills zeros.
+  // The input rows of the n-th slot. They may lie outside the image, and so may columns and channels, which are zeros.
+  // By a thread; where Tile::kGathers by each of Warps warps.
+  template <int Warps>
   CUTLASS_DEVICE static void load(Params const& params, SharedStorage& storage, uint32_t n, int image, int row, int column) {
     constexpr int kStages = Tile::kConverts ? Tile::kRawStages : Tile::kSlots;
     Use<kStages> const use(n);
     auto& full = Tile::kConverts ? storage.raw_full[use.index] : storage.slot_full[use.index];
     auto& empty = Tile::kConverts ? storage.raw_empty[use.index] : storage.slot_empty[use.index];
+    empty.wait(use.phase ^ 1);
+    if constexpr (Tile::kGathers) {
+      if (params.gathered) {
+        if (lane_index() == 0) storage.gathered[gatherer<Warps>()] = {image, row, column};
+        __syncwarp();
+        gather<Warps>(params, storage, use.index);
+        __syncwarp();
+        return;
+      }
+      if (lane_index() != 0) return;
+    }
     auto const copy = [&](void* target, int c0, int c1, int c2) {
       cute::SM90_TMA_LOAD_4D::copy(&params.input, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                    target, c0, c1, c2, image);
     };
-    empty.wait(use.phase ^ 1);
     full.arrive_and_expect_tx(params.box_bytes);
     if constexpr (!Tile::kChannelsLast) {
       copy(storage.raw[use.index], column, row, 0);
@@ -33,30 +45,67 @@ struct Producer {
       copy(storage.ring[use.index][1], 0, column, row + 1);
     }
   }
-  // By one thread: the next slot's load, if there is one. Its state lies in shared memory: registers are few.
-  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage) {
-    auto& next = storage.loads;
-    if (!next.left) {
+  template <int Warps>
+  CUTLASS_DEVICE static int gatherer() {
+    return Warps == 1 ? 0 : Tile::kLoadsApart ? warp_index() / Tile::kTeamWarps : warp_index();
+  }
+  // What TMA would bring of the channels that exist: a lane copies an element, or two, of each. Registers are few.
+  template <int Warps>
+  CUTLASS_DEVICE static void gather(Params const& params, SharedStorage& storage, uint32_t stage) {
+    auto const volatile& tile = storage.gathered[gatherer<Warps>()];
+    int const step = sizeof(Element) == 4 ? params.gathered : 2;
+#pragma unroll 1
+    for (int pixel = lane_index() * step; pixel < Tile::kBoxPixels; pixel += 32 * step) {
+      int channel = gatherer<Warps>();
+      int const row = tile.row + pixel / Tile::kBoxColumns, column = tile.column + pixel % Tile::kBoxColumns;
+      bool const inside = uint32_t(row) < uint32_t(params.h) && uint32_t(column) < uint32_t(params.w);
+      auto const* from = static_cast<Element const*>(params.x) + ((int64_t(tile.image) * params.c + channel) * params.h + row) * params.w + column;
+      uint32_t to = raw_address(storage, stage) + (channel * Tile::kBoxPixels + pixel) * int(sizeof(Element));
+#pragma unroll 2
+      for (; channel < params.c; channel += Warps) {
+        step == 2 ? copy_async<2 * sizeof(Element)>(to, from, inside) : copy_async<4>(to, from, inside);
+        from += int64_t(params.h) * params.w * Warps, to += Warps * Tile::kBoxPixels * sizeof(Element);
+      }
+    }
+    auto& full = storage.raw_full[stage];
+    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+    for (int i = Warps; i < Tile::kGatherWarps; ++i) full.arrive();  // for those that do not call it
+  }
+  // Zeros where the source does not exist.
+  template <int Bytes>
+  CUTLASS_DEVICE static void copy_async(uint32_t to, void const* from, bool exists) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(Bytes), "r"(exists ? Bytes : 0) : "memory");
+  }
+  // The next slot's load, by as many as `load`. Its state lies in shared memory: registers are few.
+  CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage, int warp) {
+    auto& next = storage.loads[warp];
+    if (lane_index() == 0 && !next.left) {
       Segment segment;
-      if (!next.work.next(params, storage, segment)) return;
+      next.work.next(params, storage, segment);
       next.image = segment.image, next.row = Tile::kRows * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
     }
-    load(params, storage, next.n, next.image, next.row, next.column);
-    ++next.n, --next.left, next.row += Tile::kRows;
+    if constexpr (Tile::kGathers) __syncwarp();
+    load<Tile::kGatherWarps>(params, storage, next.n, next.image, next.row, next.column);
+    if constexpr (Tile::kGathers) __syncwarp();
+    if (lane_index() == 0) ++next.n, --next.left, next.row += Tile::kRows;
+    if constexpr (Tile::kGathers) __syncwarp();
   }
-  // By one thread that does nothing else: all loads.
+  // All loads, by warps that do nothing else.
   CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage) {
     uint32_t n = 0;
     typename Tile::Work work = storage.work;
-    int const column = storage.loads.column;
+    int const column = storage.loads[0].column;
     [[maybe_unused]] int ticket = Claims::first(params);
     while (true) {
-      if constexpr (Tile::kClaims) Claims::publish(params, storage, work.step, ticket);
+      if constexpr (Tile::kClaims) {
+        if (threadIdx.x == 32 * Tile::kConverters) Claims::publish(params, storage, work.step, ticket);
+        __syncwarp();
+      }
       Segment segment;
       if (!work.next(params, storage, segment)) break;
       int const row = Tile::kRows * segment.step - params.padding_h;
 #pragma unroll 1
-      for (int i = 0; i < segment.count + Tile::kHalo; ++i, ++n) load(params, storage, n, segment.image, row + Tile::kRows * i, column);
+      for (int i = 0; i < segment.count + Tile::kHalo; ++i, ++n) load<Tile::kGatherWarps>(params, storage, n, segment.image, row + Tile::kRows * i, column);
     }
   }
 
@@ -76,7 +125,17 @@ struct Producer {
   // The count of slots lies in shared memory: a register more would spill.
   CUTLASS_DEVICE static void convert_all(Params const& params, SharedStorage& storage) {
     auto const count = [&]() -> uint32_t volatile& { return storage.converted[warp_index()]; };
-    auto const loads = [&] { return !Tile::kLoadsApart && warp_index() == 3 && lane_index() == 0; };
+    // Loads go into the stage that the slot before left.
+    auto const load = [&] {
+      if constexpr (Tile::kGathers) {
+        if (!params.gathered && warp_index() != 3) return;
+      } else {
+        if (warp_index() != 3 || lane_index() != 0) return;
+      }
+      int const warp = Tile::kGathers ? warp_index() : 0;
+#pragma unroll 1
+      while (storage.loads[warp].n < min(count() + Tile::kRawStages, storage.slots)) load_next(params, storage, warp);
+    };
     auto const more = [&] {
       if constexpr (Tile::kClaims) {
         Segment segment;
@@ -85,13 +144,10 @@ struct Producer {
         return count() < storage.slots;
       }
     };
-    if (loads()) {
-      for (int i = 0; i < Tile::kRawStages - 1; ++i) load_next(params, storage);
-    }
     if (lane_index() == 0) count() = warp_index() / Tile::kTeamWarps;
     __syncwarp();
     while (more()) {
-      if (loads()) load_next(params, storage);  // into the stage that the slot before left
+      if constexpr (!Tile::kLoadsApart) load();
       __syncwarp();
       {
         uint32_t const n = count();

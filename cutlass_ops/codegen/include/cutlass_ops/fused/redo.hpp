@@ -48,17 +48,38 @@ struct Redo {
     }
   }
 
-  // Raw tiles of the marked steps; they follow the others in the ring. Both halves of a step read them all.
+  // Raw tiles of the marked steps; they follow the others in the ring. Both halves of a step read them all. By a thread, or a warp where
+  // Tile::kGathers. What its first lane knows lies in shared memory: registers are few.
   CUTLASS_DEVICE static void load_all(Params const& params, SharedStorage& storage) {
-    for_each(params, storage, [&](Segment const& segment, int i, uint32_t count) {
-#pragma unroll 1
-      for (int tile = 0; tile < 2 * kInputs; ++tile) {
-        int const row = Tile::kRows * (segment.step + i + tile % kInputs) - params.padding_h;
-        uint32_t const n = storage.slots + count * 2 * kInputs + tile;
-        Produce::load(params, storage, n, segment.image, row, storage.loads.column);
-        if (kLacks) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();  // as a converter, which this warp is not here
+    auto& at = storage.loads[0];  // `row` counts steps here, and `left` is of the segment
+    if (lane_index() == 0) at.work = storage.work, at.left = 0, at.n = storage.slots, at.slot = -Tile::kHalo;
+    while (true) {
+      if (lane_index() == 0) find_step(params, storage);
+      if constexpr (Tile::kGathers) __syncwarp();
+      if (!at.left) return;
+      uint32_t const input = (at.n - storage.slots) % kInputs;
+      Produce::template load<1>(params, storage, at.n, at.image, Tile::kRows * (at.row + int(input)) - params.padding_h, at.column);
+      if constexpr (Tile::kGathers) __syncwarp();
+      if (lane_index() == 0) {
+        if (kLacks) storage.raw_empty[Use<Tile::kRawStages>(at.n).index].arrive();  // as a converter, which this warp is not here
+        ++at.n;
       }
-    });
+    }
+  }
+  // Goes on to the next marked step where all tiles of one are loaded; at the end nothing is left.
+  CUTLASS_DEVICE static void find_step(Params const& params, SharedStorage& storage) {
+    auto& at = storage.loads[0];
+    if ((at.n - storage.slots) % (2 * kInputs)) return;
+    if (at.left) --at.left, ++at.row, ++at.slot;
+    while (!at.left || !reads_marked(storage, at.slot)) {
+      if (at.left) {
+        --at.left, ++at.row, ++at.slot;
+        continue;
+      }
+      Segment segment;
+      if (!at.work.template next<false>(params, storage, segment)) return;
+      at.image = segment.image, at.row = segment.step, at.left = segment.count, at.slot += Tile::kHalo;
+    }
   }
 
   CUTLASS_DEVICE static float power_of_two(int exponent) { return __uint_as_float(uint32_t(max(exponent, -126) + 127) << 23); }

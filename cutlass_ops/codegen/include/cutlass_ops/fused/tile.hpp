@@ -22,6 +22,8 @@ struct Tile {
   static constexpr bool kChannelsLast = ChannelsLast_, kShifted = Shifted_;
   // Converters bring NCHW and fp32 into the ring; TMA alone brings 16-bit channels_last.
   static constexpr bool kConverts = !kChannelsLast || sizeof(Element) == 4;
+  // Rows that TMA cannot read, of no whole 16 bytes, are gathered by the warps that convert or load.
+  static constexpr bool kGathers = !kChannelsLast;
   // A step is one row of 128 columns instead of two of 64, for 64 input channels without a pool (NCHW): rows are written whole.
   static constexpr bool kWide = Wide_;
   static constexpr int kRows = kWide ? 1 : 2;  // of the convolution a step, and of the input a slot
@@ -51,6 +53,7 @@ struct Tile {
   static constexpr int kConsumerWarps = 8, kTeams = kStoreWarps ? 2 : 1, kTeamWarps = 4, kProducerWarps = kTeams * kTeamWarps;
   static constexpr bool kLoadsApart = kStoreWarps > 0;  // by the fourth warp of the first team
   static constexpr int kConverters = kLoadsApart ? 3 : 4;
+  static constexpr int kGatherWarps = kLoadsApart ? kTeams : kConverters;  // the fourth of each team, or all
   static constexpr int kThreads = 32 * (kProducerWarps + kConsumerWarps + kStoreWarps);
   static constexpr int kHalo = (R - 1) / kRows;  // slots that a step shares with the next
 
@@ -86,7 +89,7 @@ struct Tile {
   static constexpr int kPixels = Pool::kWindow ? 32 : 128;  // of a warp's tile
   static constexpr int kStagingRow = 64 + 16 / int(sizeof(Element)), kStagingPitch = 36, kStagingPixel = sizeof(Element) == 4 ? 20 : 24;
   static constexpr int kRowsBytes = 32 * kStagingRow * int(sizeof(Element));
-  // Rows of NCHW results have even sizes: those of x are multiples of 16 bytes, for TMA, and filters have odd ones.
+  // NCHW results have rows of even sizes where they are not pooled.
   struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
   };
@@ -115,8 +118,11 @@ struct Tile {
     struct {
       Work work;
       int column, image, row, left;
-      uint32_t n;
-    } loads;                                        // where the next load is
+      uint32_t n, slot;
+    } loads[kGathers ? kGatherWarps : 1];           // where the next load is; of each warp that gathers
+    struct {
+      int image, row, column;
+    } gathered[kGathers ? kGatherWarps : 1];        // where the tile is that a warp gathers
     uint32_t found[2][kConverters];                 // redo.hpp
     struct {
       uint32_t left, tiles, slots, turn;
@@ -138,14 +144,17 @@ struct Tile {
 // Filled by cutlass_ops/fused.py.
 template <class Chain>
 struct Params {
-  cute::TmaDescriptor input;  // tiled (W, H, C, N), or (C, W, H, N) for channels_last
+  cute::TmaDescriptor input;  // tiled (W, H, C, N), or (C, W, H, N) for channels_last; unused where x is gathered
   typename Chain::Params chain;
   uint4 const* weights;  // kernels/pack.cu's fragments
   float const* scales;   // and what its power-of-two scaling of each output channel is undone with
+  void const* x;
   void* output;
   int32_t* counters;  // claims of each member of the teams beyond those that are dealt
   float pool_scale;
   int32_t n, k, out_h, out_w;    // of the result
+  int32_t c, h, w;               // of x
+  int32_t gathered;              // elements of a copy, 1 (fp32 alone) or 2, which begin at multiples of its size; 0: TMA reads x
   int32_t steps;                 // of an image: kRows rows of the convolution each
   int32_t claim_shift;           // steps of a claim, as a power of two
   int32_t padding_h, padding_w;

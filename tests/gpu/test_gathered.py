@@ -1,0 +1,98 @@
+"""Rows of x that TMA cannot read, which fused kernels gather: the same bits as of the same values where TMA can."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cutlass_ops
+from cutlass_ops import accuracy, conv2d, conv2d_sub_tanh_sub_avgpool
+
+from .helpers import FUSED_PLANS, activation, assert_same_bits, call, filters, generator, integers, name_of, reference64, vectors
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: x, weight and padding of every fused NCHW kernel: many CTAs with several steps each, strips and blocks with remainders.
+PROBLEMS = {
+    "3 x 3": ((9, 40, 34, 136), (130, 40, 3, 3), 0),
+    "3 x 3, padded": ((9, 64, 33, 72), (72, 64, 3, 3), 1),
+    "few channels": ((35, 5, 37, 144), (70, 5, 3, 3), 1),
+    "few channels, narrow": ((40, 16, 20, 24), (64, 16, 3, 3), 2),
+    "1 x 1": ((16, 24, 40, 56), (136, 24, 1, 1), 0),
+    "1 x 1, padded": ((16, 64, 21, 104), (40, 64, 1, 1), 8),
+}
+each_problem = pytest.mark.parametrize("name", PROBLEMS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+each_operator = pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpool], ids=name_of)
+
+
+def beside(x, elements=2):
+    """The same values, dense, so many elements behind a 16-byte boundary."""
+    return x.new_full((x.numel() + elements,), float("nan"))[elements:].view(x.shape).copy_(x)
+
+
+def inputs(op, name, dtype):
+    x_shape, weight_shape, padding = PROBLEMS[name]
+    random = generator(op.spec.name, name, dtype)
+    x, weight = activation(x_shape, dtype, random), filters(weight_shape, dtype, random)
+    arguments = {"padding": padding} | ({"precision": "tf32"} if dtype is torch.float32 else {})
+    return x, [weight, *vectors(op, weight_shape[0], dtype, random)], arguments
+
+
+@each_operator
+@each_dtype
+@each_problem
+def test_results_are_those_of_the_same_values_that_tma_reads(op, dtype, name):
+    x, others, arguments = inputs(op, name, dtype)
+    expected = call(FUSED_PLANS[dtype], op, x, *others, **arguments)
+    for elements in (1, 2, 3) if dtype is torch.float32 else (2, 4, 6):
+        found = [call(FUSED_PLANS[dtype], op, beside(x, elements), *others, **arguments) for _ in range(3)]
+        for y in found:
+            assert_same_bits(y, expected)
+
+
+@each_operator
+@each_problem
+def test_values_that_fp16_cannot_hold_are_computed_again(op, name):
+    x, others, arguments = inputs(op, name, torch.float32)
+    some = x.clone()
+    some[0, 0, 0, 0], some[len(x) // 2, -1, -1, -1], some[-1, 0, 7, 5] = 1e6, float("inf"), float("nan")
+    for changed in (x * 1e6, x * 1e-9, some):
+        expected = call("fused-f16", op, changed, *others, **arguments)
+        for elements in (1, 2):
+            assert_same_bits(call("fused-f16", op, beside(changed, elements), *others, **arguments), expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("channels", [3, 16, 64])
+@pytest.mark.parametrize("width", [2, 4, 6, 14, 30, 62, 66, 98, 126, 130, 190, 254])
+@pytest.mark.parametrize("padding", [1, 2])
+def test_rows_of_any_even_width_are_exact(dtype, channels, width, padding):
+    random = generator("even", dtype, channels, width, padding)
+    x, weight = integers((5, channels, 19, width), -2, 2, random), integers((66, channels, 3, 3), -2, 2, random)
+    expected = reference64(conv2d, x, weight, padding=padding)
+    y = call(FUSED_PLANS[dtype], conv2d, x.to(dtype), weight.to(dtype), padding=padding)
+    assert torch.equal(y, expected.round().to(dtype))
+
+
+@pytest.mark.parametrize("channels", [3, 16, 64])
+@pytest.mark.parametrize(("width", "padding"), [(1, 2), (3, 1), *itertools.product((7, 15, 63, 65, 127, 225), (0, 1, 2))])
+def test_rows_of_any_odd_width_before_a_pool(channels, width, padding):
+    random = generator("odd", channels, width, padding)
+    x, weight = activation((5, channels, 19, width), torch.float32, random), filters((66, channels, 3, 3), torch.float32, random)
+    criterion = accuracy.Criterion(conv2d_sub_tanh_sub_avgpool, x, weight, padding=padding, precision="tf32")
+    found = criterion.judge(call("fused-f16", conv2d_sub_tanh_sub_avgpool, x, weight, padding=padding, precision="tf32"))
+    assert found.passed, found
+
+
+def test_a_second_layer_takes_one_kernel_too():
+    """Problem 46's result has rows of 63 columns."""
+    op = conv2d_sub_tanh_sub_avgpool
+    first, second = (cutlass_ops.FusedConv2d(op, c, 64, 3).cuda() for c in (3, 64))
+    with torch.no_grad():
+        hidden = first(torch.rand(16, 3, 128, 128, device="cuda"))
+        assert hidden.shape[-1] == 63
+        assert "plan: fused-f16" in op.explain(hidden, second.weight, second.bias, precision="tf32")
+        expected = reference64(op, hidden, second.weight, second.bias)
+        torch.testing.assert_close(second(hidden).double(), expected, atol=2e-3, rtol=0)
