@@ -93,6 +93,6 @@ def test_a_second_layer_takes_one_kernel_too():
     with torch.no_grad():
         hidden = first(torch.rand(16, 3, 128, 128, device="cuda"))
         assert hidden.shape[-1] == 63
-        assert "plan: fused-f16" in op.explain(hidden, second.weight, second.bias, precision="tf32")
-        expected = reference64(op, hidden, second.weight, second.bias)
+        assert "plan: fused-f16" in op.explain(hidden, second.conv.weight, second.conv.bias, precision="tf32")
+        expected = reference64(op, hidden, second.conv.weight, second.conv.bias)
         torch.testing.assert_close(second(hidden).double(), expected, atol=2e-3, rtol=0)
