@@ -71,7 +71,7 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
         "flops": steps * 2 * pixels * block * channels * r * s / 1e6,
         "outputs": steps * pixels * block / 1e3,
         "staged": staged,
-        "gathered": staged / copied if copied else 0.0,
+        "gathered": slots * work.rows * record.box_columns * c / copied / 1e3 if copied else 0.0,
         "moved": (n * c * h * w + math.prod(problem.output_shape)) * size / 1e6,
     }
 

@@ -282,9 +282,9 @@ class Operator:
         precision = parameters.precision
         if precision is None and dtype is torch.float32:
             precision = "tf32" if conv_allows_tf32() else "ieee"
-        beyond_16 = (x.data_ptr() | weight.data_ptr()) & 15  # bytes
+        beyond_16 = x.data_ptr() & 15  # bytes, of which the lowest bit that is set says what x's address is a multiple of
         key: tuple[Any, ...] = (x.shape, x.stride(), dtype, device, weight.shape, weight.stride(), weight.dtype, weight.device)
-        key += (parameters, precision, beyond_16, forced)
+        key += (parameters, precision, beyond_16 & -beyond_16, weight.data_ptr() & 15 == 0, forced)
         for v in vectors:
             key += (None,) if v is None else (v.shape, v.dtype, v.device, v.is_contiguous())
         calls = _thread.calls[self.__name__]
@@ -327,8 +327,7 @@ class Operator:
         px, pw = presentable(x), presentable(weight)
         # Of the given tensors, as in a prepared call's key: how a copy is aligned must not depend on which call came first.
         # A tensor elsewhere stands for one on a GPU, whose storage would begin at whole 16 bytes.
-        places = [t.data_ptr() if t.is_cuda else t.storage_offset() * t.element_size() for t in (x, weight)]
-        alignment = math.gcd(16, *places)
+        place, weight_place = (t.data_ptr() if t.is_cuda else t.storage_offset() * t.element_size() for t in (x, weight))
         return Problem(
             operator=self.spec.name,
             dtype=DTYPES[x.dtype],
@@ -342,7 +341,8 @@ class Operator:
             dilation=parameters.dilation,
             pool=parameters.pool,
             channels_last=result_channels_last(x, weight),
-            alignment=alignment,
+            alignment=math.gcd(16, place),
+            weight_aligned=weight_place % 16 == 0,
         )
 
     def _select(self, problem: Problem, device: DeviceFacts, forced: Optional[str]) -> Selection:

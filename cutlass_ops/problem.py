@@ -80,8 +80,10 @@ class Problem:
     pool: Optional[PoolArguments]
     #: Memory format of the result (PyTorch's convention for conv2d: channels_last if either input is).
     channels_last: bool
-    #: Bytes of which both base addresses are multiples, a power of two; 16, which the tensor memory accelerator needs, stands for more.
+    #: Bytes of which x's base address is a multiple, a power of two; 16, which the tensor memory accelerator needs, stands for more.
     alignment: int = 16
+    #: Whether the weight's is a multiple of 16 bytes.
+    weight_aligned: bool = True
 
     @property
     def conv_size(self) -> Pair:

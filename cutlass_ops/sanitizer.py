@@ -191,6 +191,8 @@ _SMALL = (
     Sample("1 x 1, gathered", (10, 20, 7, 14), (40, 1, 1), pool=2),
     Sample("wide, gathered", (3, 20, 7, 70), (16, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("1 x 1, wide, gathered", (4, 20, 8, 70), (16, 1, 1), pool=2),
+    Sample("odd rows", (5, 24, 11, 17), (24, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("odd rows, few channels", (6, 5, 9, 23), (40, 3, 3), pool=2),
     Sample("channels_last", (8, 24, 9, 12), (16, 3, 3), "channels_last", pool=2, arguments=(("padding", 1),)),
     Sample("few channels_last", (6, 8, 9, 12), (72, 3, 3), "channels_last", pool=2),
     Sample("1 x 1 channels_last", (18, 24, 5, 7), (20, 1, 1), "channels_last", pool=2),

@@ -240,19 +240,20 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         ),
         (
             gathered(problem) * bytes_of_element != 2,
-            f"rows of whole 4 bytes, got {w} columns of 2 at multiples of {problem.alignment} bytes",
+            f"rows of whole 4 bytes at such addresses, got {w} columns of 2 bytes at multiples of {problem.alignment}",
         ),
         (nhwc or pool is not None or out_w % 2 == 0, f"rows of an even number of results without a pool, got {out_w}"),
         (
             team_size(problem, record) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
         ),
+        (max(h, w) <= MAX_INDEX // 2, f"at most {MAX_INDEX // 2} rows and columns, got {h} x {w}"),
         (n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
         (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
         # A wide kernel's first row must reach the end of the 128-byte line that it begins in: what lies before it there is another CTA's.
         (rows_of_step(problem, record) != 1 or out_w >= 8 * columns, f"a result of at least {8 * columns} columns, got {out_w}"),
         (
-            nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
+            nhwc or alignment == "shifted" or problem.padding[1] % (gathered(problem) or columns) == 0,
             f"padding in multiples of {columns} columns, got {problem.padding[1]}",
         ),
     ]

@@ -92,7 +92,8 @@ class Sample:
         return [x, weight, *vectors], arguments | ({"pool": self.pool} if op.spec.pool and self.pool else {})
 
 
-#: All but the last three are such that a fused kernel serves them; between them they reach every one.
+#: All but the last three are such that a fused kernel serves them, and the very last in float32 before a pool; between them they reach
+#: every one.
 SAMPLES = (
     Sample("aligned", (8, 64, 56, 56), (128, 3, 3), pool=2),
     Sample("padded", (4, 32, 40, 48), (96, 3, 3), pool=2, arguments=(("padding", 1),)),

@@ -82,7 +82,7 @@ def operands_to_convert(problem: Problem) -> tuple[int, ...]:
         _, c, h, w = shape
         return tuple(strides) == (h * w * c, 1, w * c, c)
 
-    whole = problem.x_shape[1] % 8 == 0 and problem.alignment == 16
+    whole = problem.x_shape[1] % 8 == 0 and problem.alignment == 16 and problem.weight_aligned
     pairs = ((problem.x_shape, problem.x_strides), (problem.weight_shape, problem.weight_strides))
     return tuple(i for i, (shape, strides) in enumerate(pairs) if not (whole and dense_nhwc(shape, strides)))
 

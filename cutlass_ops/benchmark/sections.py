@@ -87,7 +87,8 @@ def _selection(costs: Result) -> str:
     ]
     headers = ("costs", "shapes", "the fastest plan taken", "one within 5 % of it", "worst, times as long")
     p = costs["provenance"]
-    return f"{markdown(Table('', headers, tuple(lines)))}\n\n{p['gpu']}, driver {p['driver']}, {p['date']}, `{p['command']}`."
+    kept = "".join(f" Some times are kept of {e['date']}, `{e['command']}`." for e in p.get("earlier", []))
+    return f"{markdown(Table('', headers, tuple(lines)))}\n\n{p['gpu']}, driver {p['driver']}, {p['date']}, `{p['command']}`.{kept}"
 
 
 def _measured(result: Result) -> str:

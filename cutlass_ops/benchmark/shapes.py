@@ -104,12 +104,21 @@ _GATHERED = (
     (MIN_ADD_MUL, 64, 64, 126, 128, 3, 1, 1),
     (PLAIN, 64, 32, 62, 64, 3, 1, 1),
 )
+#: Odd widths, of which float32 is gathered too, before a pool.
+_ODD = (
+    (POOLED, 128, 64, 127, 128, 3, 1, 0),
+    (POOLED, 512, 64, 15, 128, 3, 1, 1),
+    (POOLED, 64, 16, 111, 64, 3, 1, 1),
+    (POOLED, 32, 32, 57, 128, 3, 1, 1),
+    (POOLED, 16, 3, 225, 64, 3, 1, 1),
+    (POOLED, 32, 64, 63, 64, 1, 1, 0),
+)
 _IMAGES = ((POOLED, 16, 3, 224, 64, 3, 1, 1), (HARDSWISH, 64, 3, 64, 16, 3, 1, 1))
 
 
 def sweep_shapes() -> list[Shape]:
     """All of them. Of every second call half precision takes NCHW too, and float32 channels_last."""
-    found = [Shape(*call, dtype="f32") for call in (*_CALLS, *_IMAGES, *_GATHERED)]
+    found = [Shape(*call, dtype="f32") for call in (*_CALLS, *_IMAGES, *_GATHERED, *_ODD)]
     found += [Shape(*call, dtype="f32", channels_last=True) for call in (*_CALLS[1::2], *_NARROW)]
     for dtype in ("f16", "bf16"):
         found += [Shape(*call, dtype=dtype, channels_last=True) for call in (*_CALLS, *_NARROW)]

@@ -80,16 +80,26 @@ def measure_shape(shape: Shape, trials: int) -> Row:
     return shape.to_json() | {"ms": {plan.name: float(f"{statistics.median(ms):.5g}") for plan, ms in zip(plans, times)}}
 
 
-def measured(shapes: Sequence[Shape], trials: int) -> list[Row]:
-    """Rows of all shapes."""
+def measured(shapes: Sequence[Shape], trials: int, known: Sequence[Row] = ()) -> list[Row]:
+    """Rows of all shapes: the known ones, where they have times of every plan that serves the shape, and new ones."""
     torch.manual_seed(0)
     rows = []
     for shape in shapes:
+        row = next((row for row in known if shape_of(row) == shape and set(row["ms"]) == serving(shape)), None)
+        if row is not None:
+            rows.append(row)
+            continue
         rows.append(measure_shape(shape, trials))
         print(f"{shape}: " + ", ".join(f"{plan} {ms:.4f}" for plan, ms in rows[-1]["ms"].items()), flush=True)
         gc.collect()
         torch.cuda.empty_cache()  # the graphs' memory
     return rows
+
+
+def serving(shape: Shape) -> set[str]:
+    """The plans that serve a shape."""
+    operator = OPERATORS[shape.operator]
+    return {plan.name for plan in adapter.candidates(operator, shape.problem(), torch.cuda.current_device())[0]}
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------------
@@ -206,27 +216,40 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=15, metavar="N", help="timed calls of each plan on each shape (default: 15)")
     parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
     parser.add_argument("--fit", action="store_true", help="fit again to the rows in FILE; needs no GPU")
+    parser.add_argument("--missing", action="store_true", help="measure only shapes of which FILE has not the times of all plans")
     options = parser.parse_args(arguments)
     if options.trials < 1:
         parser.error(f"expected --trials of at least 1, got {options.trials}")
+    if options.fit and options.missing:
+        parser.error("expected --fit or --missing, got both")
     return options
 
 
 def run(options: argparse.Namespace, root: Path) -> None:
     """Measure or read rows, fit, write."""
-    if options.fit:
+    rows: list[Row] = []
+    provenance: dict[str, Any] = {}
+    if options.fit or options.missing:
         try:
             old = json.loads(options.out.read_text(encoding="utf-8"))
             rows, provenance = old["rows"], old["provenance"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BenchmarkError(f"expected rows of an earlier sweep in {options.out}, could not read them ({error!r})") from error
-    else:
+    if not options.fit:
         from ..environment import environment
 
         sm_count = device_facts(torch.cuda.current_device()).sm_count
-        command = f"python scripts/sweep.py --trials {options.trials}"
+        command = f"python scripts/sweep.py --trials {options.trials}" + (" --missing" if options.missing else "")
+        earlier = provenance
         provenance = environment(root, options.commit) | {"sm_count": sm_count, "command": command, "trials": options.trials}
-        rows = measured(sweep_shapes(), options.trials)
+        if options.missing:
+            if (earlier["gpu"], earlier["sm_count"]) != (provenance["gpu"], sm_count):
+                raise BenchmarkError(
+                    f"expected {options.out} to be of a GPU like this, {provenance['gpu']}, got {earlier['gpu']}; sweep all anew"
+                )
+            # Of the rows that are kept, the latest last.
+            provenance["earlier"] = [*earlier.get("earlier", []), {k: v for k, v in earlier.items() if k != "earlier"}]
+        rows = measured(sweep_shapes(), options.trials, rows)
     write_aside(options.out, dumps(record(rows, provenance)))
     print(f"wrote {options.out}")
 

@@ -39,8 +39,8 @@ def eager(monkeypatch, tmp_path):
     return SimpleNamespace(call=op, prepared=ops._thread.calls[name], work=fake.work, name=name)
 
 
-def misaligned(tensor):
-    return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+def misaligned(tensor, elements=1):
+    return torch.cat([torch.zeros(elements), tensor.flatten()])[elements:].view(tensor.shape)
 
 
 FACTS = {
@@ -78,7 +78,17 @@ def test_equal_calls_share_what_was_prepared_and_each_other_fact_prepares_anew(e
     assert last is None if fact == "the precision" else last.problem == problem
     work = len(eager.work)
     eager.call(*given)
-    assert [w.kernel for w in eager.work[work:]] == ["convert_f32_tf32", f"{eager.name}_tf32", "pool_avg_f32"]
+    assert [w.kernel for w in eager.work[work:]] == ["pack_f32_f16", f"{eager.name}_fused_f32_nchw_c16_3x3_shifted"]
+
+
+def test_calls_share_what_was_prepared_for_their_alignment_alone(eager):
+    x, w, v = inputs(w=8)
+    for offset, prepared in ((2, 1), (1, 2), (0, 3), (3, 3), (4, 3), (5, 3), (6, 3)):
+        eager.call(misaligned(x, offset), w, v)
+        assert len(eager.prepared) == prepared
+    assert sorted(call.problem.alignment for call in eager.prepared.values()) == [4, 8, 16]
+    eager.call(x, misaligned(w), v)
+    assert len(eager.prepared) == 4
 
 
 def test_the_plan_and_pytorchs_precision_are_asked_for_in_each_call(eager):

@@ -40,6 +40,10 @@ def few(channels):
         ({"x_shape": (2, 64, 40, 2), "padding": (0, 1)}, "f32_nchw_c64_3x3_shifted"),
         ({"x_shape": (2, 64, 40, 63)}, "f32_nchw_c64_3x3"),
         ({"alignment": 4}, "f32_nchw_c64_3x3"),
+        ({"weight_aligned": False}, "f32_nchw_c64_3x3"),
+        # Copies begin anywhere, or at any pair.
+        ({"x_shape": (2, 64, 40, 63), "padding": (1, 1)}, "f32_nchw_c64_3x3"),
+        (ONE_BY_ONE | {"x_shape": (2, 64, 40, 62), "padding": (1, 2)}, "f32_nchw_c64_1x1"),
         (HALF | {"x_shape": (2, 64, 14, 14), "padding": (1, 1)}, "f16_nchw_c64_3x3_shifted"),
         (HALF | {"alignment": 4}, "f16_nchw_c64_3x3_shifted"),
         (ONE_BY_ONE, "f32_nchw_c64_1x1"),
@@ -99,7 +103,7 @@ def test_rows_of_an_odd_number_of_results_are_not_stored_without_a_pool(dtype):
     assert found == (
         "expected rows of an even number of results without a pool, got 61"
         if dtype == "f32"
-        else "expected rows of whole 4 bytes, got 63 columns of 2 at multiples of 16 bytes"
+        else "expected rows of whole 4 bytes at such addresses, got 63 columns of 2 bytes at multiples of 16"
     )
 
 
@@ -135,8 +139,11 @@ def test_a_fused_kernel_serves_its_own_pool_alone(pool):
     ("changes", "message"),
     [
         ({"x_shape": (2, 65, 128, 128), "weight_shape": (8, 65, 3, 3)}, "expected at most 64 input channels, got 65"),
-        (HALF | {"x_shape": (2, 64, 130, 7)}, "expected rows of whole 4 bytes, got 7 columns of 2 at multiples of 16 bytes"),
-        (HALF | {"alignment": 2}, "expected rows of whole 4 bytes, got 128 columns of 2 at multiples of 2 bytes"),
+        (
+            HALF | {"x_shape": (2, 64, 130, 7)},
+            "expected rows of whole 4 bytes at such addresses, got 7 columns of 2 bytes at multiples of 16",
+        ),
+        (HALF | {"alignment": 2}, "expected rows of whole 4 bytes at such addresses, got 128 columns of 2 bytes at multiples of 2"),
         (NHWC | few(12), "expected pixels of whole 16 bytes for TMA, got 24 bytes at multiples of 16"),
         (NHWC | {"alignment": 8}, "expected pixels of whole 16 bytes for TMA, got 128 bytes at multiples of 8"),
         (ONE_BY_ONE | {"padding": (0, 1)}, "expected padding in multiples of 4 columns, got 1"),
@@ -152,6 +159,7 @@ def test_a_fused_kernel_serves_its_own_pool_alone(pool):
             few(1) | {"x_shape": (2**15, 1, 2**17 + 2, 4)},
             "expected at most 2147483647 result rows and channels of all images, got 32768 x 65536",
         ),
+        (few(1) | {"x_shape": (1, 1, 2**30 + 2, 4)}, "expected at most 1073741823 rows and columns, got 1073741826 x 4"),
         (few(1) | {"x_shape": (1, 1, 2_098_180, 4096)}, "expected at most 2147483647 result pixels an image, got 1049089 x 2047"),
         ({"pool": PoolArguments("avg", (3, 3), (2, 2))}, "expected a 2 x 2 pool with stride 2, got (3, 3) with stride (2, 2)"),
         ({"pool": PoolArguments("avg", (2, 2), (2, 2), (1, 0))}, "expected a 2 x 2 pool with stride 2"),

@@ -318,4 +318,8 @@ def test_a_tensor_elsewhere_is_aligned_as_its_offset_would_be_on_a_gpu(device):
     parameters = conv2d.arguments.bind((), {})[2]
     for offset, alignment in ((0, 16), (1, 4), (2, 8), (4, 16)):
         x = storage[offset : offset + 2 * 4 * 6 * 8].view(2, 4, 6, 8)
-        assert conv2d.problem(x, weight, parameters).alignment == alignment
+        found = conv2d.problem(x, weight, parameters)
+        assert (found.alignment, found.weight_aligned) == (alignment, True)
+    moved = torch.empty(2 + weight.numel(), device=device)[2:].view(weight.shape)
+    found = conv2d.problem(x, moved, parameters)
+    assert (found.alignment, found.weight_aligned) == (16, False)

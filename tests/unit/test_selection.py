@@ -262,9 +262,9 @@ def test_explain_on_the_cpu_names_the_reference_and_prints(capsys):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_explain_plans_for_a_named_device(monkeypatch, device):
     monkeypatch.setenv("CUTLASS_OPS_ALLOW_UNVERIFIED", "1")
-    text = explain(cutlass_ops.conv2d, *inputs(device), precision="tf32", device=H200)
+    text = explain(cutlass_ops.conv2d, *inputs(device), precision="tf32", dilation=(1, 2), device=H200)
     headline, plan, other, *rejected = text.splitlines()
-    assert headline.endswith("-> (2, 16, 8, 8) contiguous on H200")
+    assert headline.endswith("-> (2, 16, 8, 6) contiguous on H200")
     assert plan.startswith("  plan: two-kernel-tf32 (convert_f32_tf32 -> conv2d_tf32 -> pool_avg_f32): ")
     assert re.search("; expected to take [0-9.]+ us$", plan)
     assert re.fullmatch("  could serve too: two-kernel-f16-guarded; expected to take [0-9.]+ us", other)

@@ -163,6 +163,24 @@ def test_a_shape_is_checked_and_timed_by_every_plan_that_serves_it(monkeypatch, 
     assert set(sweep.work_of(row, 132)) == set(row["ms"])
 
 
+def test_known_rows_are_kept_where_they_have_the_times_of_every_plan(monkeypatch):
+    known, lacking, other = sweep_shapes()[:3]
+    monkeypatch.setattr(sweep, "serving", lambda shape: {"a", "b"})
+    monkeypatch.setattr(sweep, "measure_shape", lambda shape, trials: shape.to_json() | {"ms": {"a": 3.0, "b": 4.0}})
+    rows = [lacking.to_json() | {"ms": {"a": 1.0}}, known.to_json() | {"ms": {"b": 2.0, "a": 1.0}}]
+    found = sweep.measured([known, lacking, other], 1, rows)
+    assert [sweep.shape_of(row) for row in found] == [known, lacking, other]
+    assert [row["ms"]["a"] for row in found] == [1.0, 3.0, 3.0]
+
+
+def test_the_plans_that_serve_a_shape_are_those_of_its_row(monkeypatch):
+    monkeypatch.setattr(sweep.adapter, "device_facts", lambda device: H200)
+    monkeypatch.setattr(sweep.adapter, "allow_unverified", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert sweep.serving(Shape("conv2d", 1, 64, 16, 64)) == {"fused-f16", "two-kernel-f16-guarded", "two-kernel-tf32"}
+    assert sweep.serving(Shape("conv2d", 1, 64, 16, 64, stride=2)) == {"two-kernel-f16-guarded", "two-kernel-tf32"}
+
+
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +199,12 @@ def test_a_fit_without_rows_says_so(tmp_path, capsys, text):
         path.write_text(text)
     assert sweep.main(tmp_path, ["--fit", "--out", str(path)]) == 1
     assert "expected rows of an earlier sweep" in capsys.readouterr().err
+
+
+def test_a_fit_alone_measures_nothing(capsys):
+    with pytest.raises(SystemExit):
+        sweep.parse(["--fit", "--missing"])
+    assert "expected --fit or --missing, got both" in capsys.readouterr().err
 
 
 def test_no_trials_are_refused(capsys):
