@@ -253,7 +253,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         # A wide kernel's first row must reach the end of the 128-byte line that it begins in: what lies before it there is another CTA's.
         (rows_of_step(problem, record) != 1 or out_w >= 8 * columns, f"a result of at least {8 * columns} columns, got {out_w}"),
         (
-            nhwc or alignment == "shifted" or problem.padding[1] % (gathered(problem) or columns) == 0,
+            nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
             f"padding in multiples of {columns} columns, got {problem.padding[1]}",
         ),
     ]

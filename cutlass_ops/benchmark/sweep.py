@@ -216,7 +216,11 @@ def parse(arguments: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=15, metavar="N", help="timed calls of each plan on each shape (default: 15)")
     parser.add_argument("--commit", metavar="ID", help="commit to record where there is no git checkout (ID-dirty: with changes)")
     parser.add_argument("--fit", action="store_true", help="fit again to the rows in FILE; needs no GPU")
-    parser.add_argument("--missing", action="store_true", help="measure only shapes of which FILE has not the times of all plans")
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="measure only shapes of which FILE has not the times of all plans, whichever build they are of",
+    )
     options = parser.parse_args(arguments)
     if options.trials < 1:
         parser.error(f"expected --trials of at least 1, got {options.trials}")
@@ -240,16 +244,18 @@ def run(options: argparse.Namespace, root: Path) -> None:
 
         sm_count = device_facts(torch.cuda.current_device()).sm_count
         command = f"python scripts/sweep.py --trials {options.trials}" + (" --missing" if options.missing else "")
-        earlier = provenance
+        known, earlier = rows, provenance
         provenance = environment(root, options.commit) | {"sm_count": sm_count, "command": command, "trials": options.trials}
         if options.missing:
-            if (earlier["gpu"], earlier["sm_count"]) != (provenance["gpu"], sm_count):
+            if (earlier.get("gpu"), earlier.get("sm_count")) != (provenance["gpu"], sm_count):
                 raise BenchmarkError(
-                    f"expected {options.out} to be of a GPU like this, {provenance['gpu']}, got {earlier['gpu']}; sweep all anew"
+                    f"expected {options.out} to be of a GPU like this, {provenance['gpu']}, got {earlier.get('gpu')}; sweep all anew"
                 )
             # Of the rows that are kept, the latest last.
             provenance["earlier"] = [*earlier.get("earlier", []), {k: v for k, v in earlier.items() if k != "earlier"}]
-        rows = measured(sweep_shapes(), options.trials, rows)
+        rows = measured(sweep_shapes(), options.trials, known)
+        if options.missing and all(row in known for row in rows):
+            provenance = earlier  # nothing was measured
     write_aside(options.out, dumps(record(rows, provenance)))
     print(f"wrote {options.out}")
 

@@ -25,30 +25,24 @@ struct Producer {
         if (lane_index() == 0) storage.gathered[gatherer<Warps>()] = {image, row, column};
         __syncwarp();
         gather<Warps>(params, storage, use.index);
-      } else if (lane_index() == 0) {
-        copy_tile(params, storage, use.index, full, image, row, column);
+        __syncwarp();
+        return;
       }
-      __syncwarp();  // no lane may fall behind by a phase
-    } else {
-      copy_tile(params, storage, use.index, full, image, row, column);
+      if (lane_index() != 0) return;
     }
-  }
-  // By TMA.
-  CUTLASS_DEVICE static void copy_tile(Params const& params, SharedStorage& storage, uint32_t stage, typename Tile::Full& full, int image, int row,
-                                       int column) {
     auto const copy = [&](void* target, int c0, int c1, int c2) {
       cute::SM90_TMA_LOAD_4D::copy(&params.input, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                    target, c0, c1, c2, image);
     };
     full.arrive_and_expect_tx(params.box_bytes);
     if constexpr (!Tile::kChannelsLast) {
-      copy(storage.raw[stage], column, row, 0);
+      copy(storage.raw[use.index], column, row, 0);
     } else if constexpr (Tile::kConverts) {
-      copy(storage.raw[stage], 0, column, row);
-      copy(storage.raw[stage] + Tile::kRawBytes / 2, 0, column, row + 1);
+      copy(storage.raw[use.index], 0, column, row);
+      copy(storage.raw[use.index] + Tile::kRawBytes / 2, 0, column, row + 1);
     } else {
-      copy(storage.ring[stage][0], 0, column, row);
-      copy(storage.ring[stage][1], 0, column, row + 1);
+      copy(storage.ring[use.index][0], 0, column, row);
+      copy(storage.ring[use.index][1], 0, column, row + 1);
     }
   }
   template <int Warps>
@@ -74,8 +68,8 @@ struct Producer {
       }
     }
     auto& full = storage.raw_full[stage];
-    cutlass::arch::cpasync_barrier_arrive(reinterpret_cast<uint64_t*>(&full));
-    for (int i = Warps; i <= Tile::kGatherWarps; ++i) full.arrive();  // its own, and for those that do not call it
+    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
+    for (int i = Warps; i < Tile::kGatherWarps; ++i) full.arrive();  // for those that do not call it
   }
   // Zeros where the source does not exist.
   template <int Bytes>
@@ -92,6 +86,7 @@ struct Producer {
     }
     if constexpr (Tile::kGathers) __syncwarp();
     load<Tile::kGatherWarps>(params, storage, next.n, next.image, next.row, next.column);
+    if constexpr (Tile::kGathers) __syncwarp();
     if (lane_index() == 0) ++next.n, --next.left, next.row += Tile::kRows;
     if constexpr (Tile::kGathers) __syncwarp();
   }
@@ -177,12 +172,8 @@ struct Producer {
         count() = n + Tile::kTeams;
       }
       hand_over(storage, Use<Tile::kSlots>(n).index);
-      give_back(params, storage, n);
+      if (lane_index() == 0) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();
     }
-  }
-  // By a warp that has converted a raw tile. Where tiles are gathered all lanes arrive: racecheck follows a barrier from the lanes that do.
-  CUTLASS_DEVICE static void give_back(Params const& params, SharedStorage& storage, uint32_t n) {
-    if ((Tile::kGathers && params.gathered) || lane_index() == 0) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();
   }
 };
 
