@@ -239,7 +239,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             f"pixels of whole 16 bytes for TMA, got {c * bytes_of_element} bytes at multiples of {problem.alignment}",
         ),
         (
-            gathered(problem) * bytes_of_element != 2,
+            element == "f32" or gathered(problem) != 1,
             f"rows of whole 4 bytes at such addresses, got {w} columns of 2 bytes at multiples of {problem.alignment}",
         ),
         (nhwc or pool is not None or out_w % 2 == 0, f"rows of an even number of results without a pool, got {out_w}"),

@@ -201,6 +201,39 @@ def test_a_fit_without_rows_says_so(tmp_path, capsys, text):
     assert "expected rows of an earlier sweep" in capsys.readouterr().err
 
 
+OLD = {"gpu": "NVIDIA H200", "sm_count": 132, "command": "old", "earlier": [{"command": "older"}]}
+
+
+def missing(monkeypatch, path, measured, gpu="NVIDIA H200"):
+    """Exit code of the command with --missing where it measures these rows, and what it wrote."""
+    path.write_text(json.dumps({"rows": ROWS[:2], "provenance": OLD}))
+    monkeypatch.setattr(sweep, "missing_gpu", lambda: None)
+    monkeypatch.setattr(sweep, "device_facts", lambda device: H200)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("cutlass_ops.environment.environment", lambda root, commit: {"gpu": gpu})
+    monkeypatch.setattr(sweep, "measured", lambda shapes, trials, known: measured)
+    return sweep.main(path.parent, ["--missing", "--trials", "3", "--out", str(path)]), json.loads(path.read_text())
+
+
+def test_times_that_were_missing_keep_the_provenance_of_the_others(monkeypatch, tmp_path):
+    code, written = missing(monkeypatch, tmp_path / "costs.json", ROWS[:3])
+    assert (code, written["rows"]) == (0, ROWS[:3])
+    assert written["provenance"]["command"] == "python scripts/sweep.py --trials 3 --missing"
+    assert [e["command"] for e in written["provenance"]["earlier"]] == ["older", "old"]
+    assert written["provenance"]["earlier"][1] == {k: v for k, v in OLD.items() if k != "earlier"}
+
+
+def test_where_none_was_missing_the_provenance_stays(monkeypatch, tmp_path):
+    code, written = missing(monkeypatch, tmp_path / "costs.json", ROWS[:2])
+    assert (code, written["provenance"]) == (0, OLD)
+
+
+def test_times_of_another_gpu_are_not_added(monkeypatch, tmp_path, capsys):
+    code, written = missing(monkeypatch, tmp_path / "costs.json", ROWS[:3], gpu="NVIDIA H100")
+    assert (code, written["provenance"]) == (1, OLD)
+    assert "to be of a GPU like this, NVIDIA H100, got NVIDIA H200" in capsys.readouterr().err
+
+
 def test_a_fit_alone_measures_nothing(capsys):
     with pytest.raises(SystemExit):
         sweep.parse(["--fit", "--missing"])
