@@ -64,14 +64,14 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
     steps, slots = work.busiest(n, r)
     nhwc, size = record.variant[1] == "nhwc", _BYTES[problem.dtype]
     loaded = channels if nhwc else min(channels, round_up(c, 8))
-    copied = gathered(problem)
+    copied = max(gathered(problem), 4 // size)  # elements at a time
     staged = slots * work.rows * record.box_columns * loaded / 1e3
     return {
         "launches": 2,
         "flops": steps * 2 * pixels * block * channels * r * s / 1e6,
         "outputs": steps * pixels * block / 1e3,
         "staged": staged,
-        "gathered": slots * work.rows * record.box_columns * c / copied / 1e3 if copied else 0.0,
+        "gathered": slots * work.rows * record.box_columns * c / copied / 1e3 if gathered(problem) else 0.0,
         "moved": (n * c * h * w + math.prod(problem.output_shape)) * size / 1e6,
     }
 

@@ -11,7 +11,7 @@ from typing import Optional, Union
 from .costs import Costs
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import gathered, rows_of_step, team_size
+from .work import rows_of_step, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -239,11 +239,6 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
             f"pixels of whole 16 bytes for TMA, got {c * bytes_of_element} bytes at multiples of {problem.alignment}",
         ),
         (
-            element == "f32" or gathered(problem) != 1,
-            f"rows of whole 4 bytes at such addresses, got {w} columns of 2 bytes at multiples of {problem.alignment}",
-        ),
-        (nhwc or pool is not None or out_w % 2 == 0, f"rows of an even number of results without a pool, got {out_w}"),
-        (
             team_size(problem, record) <= device.sm_count,
             f"at most {device.sm_count} strips x channel blocks, got width {out_w}, {k} channels",
         ),
@@ -251,7 +246,11 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         (n * max(out_h, k) <= MAX_INDEX, f"at most {MAX_INDEX} result rows and channels of all images, got {n} x {max(out_h, k)}"),
         (out_h * out_w <= MAX_INDEX, f"at most {MAX_INDEX} result pixels an image, got {out_h} x {out_w}"),
         # A wide kernel's first row must reach the end of the 128-byte line that it begins in: what lies before it there is another CTA's.
-        (rows_of_step(problem, record) != 1 or out_w >= 8 * columns, f"a result of at least {8 * columns} columns, got {out_w}"),
+        # It stores pairs.
+        (
+            rows_of_step(problem, record) != 1 or (out_w >= 8 * columns and out_w % 2 == 0),
+            f"a result of an even number of columns, at least {8 * columns}, got {out_w}",
+        ),
         (
             nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
             f"padding in multiples of {columns} columns, got {problem.padding[1]}",

@@ -92,8 +92,7 @@ class Sample:
         return [x, weight, *vectors], arguments | ({"pool": self.pool} if op.spec.pool and self.pool else {})
 
 
-#: All but the last three are such that a fused kernel serves them, and the very last in float32 before a pool; between them they reach
-#: every one.
+#: All but the last two are such that a fused kernel serves them; between them they reach every one.
 SAMPLES = (
     Sample("aligned", (8, 64, 56, 56), (128, 3, 3), pool=2),
     Sample("padded", (4, 32, 40, 48), (96, 3, 3), pool=2, arguments=(("padding", 1),)),
@@ -110,12 +109,14 @@ SAMPLES = (
     Sample("1 x 1, gathered", (4, 64, 40, 54), (136, 1, 1), pool=2),
     Sample("wide, gathered", (9, 64, 37, 102), (144, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("1 x 1, wide, gathered", (16, 64, 40, 102), (136, 1, 1), pool=2),
+    Sample("odd rows", (5, 40, 23, 61), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("odd rows, few channels", (5, 5, 33, 131), (40, 3, 3), pool=2),
+    Sample("narrow", (2, 1, 33, 31), (7, 1, 1), pool=2),
     Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", pool=2, arguments=(("padding", 1),)),
     Sample("few channels_last", (4, 8, 37, 45), (72, 3, 3), "channels_last", pool=2),
     Sample("1 x 1 channels_last", (4, 64, 33, 31), (70, 1, 1), "channels_last", pool=2),
     Sample("odd", (3, 13, 37, 45), (70, 5, 2), arguments=(("padding", (2, 1)), ("dilation", (1, 2)))),
     Sample("strided", (5, 130, 61, 63), (7, 3, 4), "sliced", arguments=(("stride", (2, 1)), ("padding", (0, 1)))),
-    Sample("narrow", (2, 1, 33, 31), (7, 1, 1)),
 )
 
 

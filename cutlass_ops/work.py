@@ -27,9 +27,9 @@ def rows_of_step(problem: Problem, record: KernelRecord) -> int:
 
 
 def gathered(problem: Problem) -> int:
-    """Elements of a copy by which a fused kernel gathers rows of x that TMA, which knows whole 16 bytes, cannot read; 0: TMA reads x.
+    """Elements, 1 or 2, at whose multiples rows of x begin that TMA, which knows whole 16 bytes, cannot read; 0: TMA reads x.
 
-    1 of 16 bits is none: copies to shared memory have 4 bytes at least.
+    A fused kernel gathers them: it copies so many at a time, but for those of 16 bits always two, since copies have 4 bytes at least.
     """
     width, size = problem.x_shape[3], 4 if problem.dtype == "f32" else 2
     if problem.channels_last or (width * size % 16 == 0 and problem.alignment == 16):

@@ -65,7 +65,7 @@ def shape_of(row: Mapping[str, Any]) -> Shape:
 
 
 #: Operator, n, c, side, k, size, stride, padding. Wide and narrow images, few and many, with and without pool; where the fused
-#: family ends (128 channels, 5 x 5, stride 2, odd widths) what remains is measured too, for the fit.
+#: family ends (128 channels, 5 x 5, stride 2) what remains is measured too, for the fit.
 _CALLS: tuple[tuple[str, int, int, int, int, int, int, int], ...] = (
     *((POOLED, n, 64, 128, 128, 3, 1, 0) for n in (1, 8, 32, 128)),
     (POOLED, 512, 64, 28, 128, 3, 1, 1),
@@ -104,7 +104,7 @@ _GATHERED = (
     (MIN_ADD_MUL, 64, 64, 126, 128, 3, 1, 1),
     (PLAIN, 64, 32, 62, 64, 3, 1, 1),
 )
-#: Odd widths, of which float32 is gathered too, before a pool.
+#: Odd widths, which are gathered one by one in float32 and stored one by one without a pool.
 _ODD = (
     (POOLED, 128, 64, 127, 128, 3, 1, 0),
     (POOLED, 512, 64, 15, 128, 3, 1, 1),
@@ -112,6 +112,9 @@ _ODD = (
     (POOLED, 32, 32, 57, 128, 3, 1, 1),
     (POOLED, 16, 3, 225, 64, 3, 1, 1),
     (POOLED, 32, 64, 63, 64, 1, 1, 0),
+    (HARDSWISH, 128, 8, 127, 64, 3, 1, 0),
+    (MIN_ADD_MUL, 64, 64, 127, 128, 3, 1, 1),
+    (PLAIN, 64, 32, 63, 64, 3, 1, 1),
 )
 _IMAGES = ((POOLED, 16, 3, 224, 64, 3, 1, 1), (HARDSWISH, 64, 3, 64, 16, 3, 1, 1))
 
@@ -122,5 +125,5 @@ def sweep_shapes() -> list[Shape]:
     found += [Shape(*call, dtype="f32", channels_last=True) for call in (*_CALLS[1::2], *_NARROW)]
     for dtype in ("f16", "bf16"):
         found += [Shape(*call, dtype=dtype, channels_last=True) for call in (*_CALLS, *_NARROW)]
-        found += [Shape(*call, dtype=dtype) for call in (*_CALLS[::2], *_IMAGES, *_GATHERED)]
+        found += [Shape(*call, dtype=dtype) for call in (*_CALLS[::2], *_IMAGES, *_GATHERED, *_ODD)]
     return found

@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cutlass_ops import AvgPool2d, MaxPool2d, NoPlanError, Operator, Vector, operator, use_plan
+from cutlass_ops import AvgPool2d, MaxPool2d, Operator, Vector, operator, use_plan
 from cutlass_ops.fused import Fused, PackParams
 from cutlass_ops.loader import LoadedKernel
 from cutlass_ops.work import team_size
@@ -82,10 +82,6 @@ def launches(gpu):
 @pytest.mark.parametrize("width", [18, 14, 2, 13])
 def test_rows_that_tma_cannot_read_are_gathered(gpu, dtype, width):
     given = inputs(c=24, h=12, w=width, dtype=dtype)
-    if width % 2 and (dtype is not torch.float32 or gpu.pool == "none"):
-        with pytest.raises(NoPlanError, match="expected rows of "):
-            gpu.run(*given, padding=(0, 1))
-        return
     gpu.run(*given, padding=(0, 1))
     _, fused = launches(gpu)
     assert pointer(fused, FUSED_FIELDS["x"]) == given[0].data_ptr()

@@ -8,7 +8,7 @@
 //   producers    TMA by one thread: raw tiles, or the ring's rows themselves for 16-bit channels_last (zero outside the image and
 //                beyond C); for raw tiles four warps also convert: raw tile -> a ring slot of 2 rows of pixels, finding values that fp16
 //                cannot hold. Where store warps make stores fast enough for it, two teams of three take turns at the slots, and another
-//                warp loads
+//                warp loads. Rows that TMA cannot read are copied by the converters, or by a fourth warp of each of two teams
 //   consumers    8 warps: a step is 2 conv rows x 64 columns x 64 channels a warpgroup, then chain, pool, store; 1 x 128 where wide
 //                rows are stored (lines.hpp)
 //   store warps  4, for few input channels without a pool (NCHW): they store what consumers leave in shared memory
@@ -41,7 +41,8 @@ struct FusedConv : Tile_ {
     }
     if (threadIdx.x == 0) {
       int const loaders = Tile::kGathers && params.gathered ? 32 * Tile::kGatherWarps : 1;
-      for (int i = 0; i < Tile::kRawStages; ++i) storage.raw_full[i].init(loaders), storage.raw_empty[i].init(Tile::kConverters);
+      int const givers = Tile::kConverters * (loaders > 1 ? 32 : 1);
+      for (int i = 0; i < Tile::kRawStages; ++i) storage.raw_full[i].init(loaders), storage.raw_empty[i].init(givers);
       for (int i = 0; i < Tile::kSlots; ++i) {
         storage.slot_full[i].init(Tile::kConverts ? Tile::kConverters : 1), storage.slot_empty[i].init(Tile::kConsumerWarps);
       }

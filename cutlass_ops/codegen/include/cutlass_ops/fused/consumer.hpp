@@ -272,23 +272,24 @@ struct Consumer {
 
   // Both rows of 16 channels, two columns a lane. Straight code: with a condition at every piece it took a third of the kernel's
   // time. Bulk copies of such short rows take 65 cycles each, and 16-byte stores leave ends that cost more than they gain
-  // (docs/performance.md).
+  // (docs/performance.md). One column a lane where rows begin at single elements, or channels or rows are missing.
   CUTLASS_DEVICE static void store_rows(Store const& to, Place const& place, Element const* tile, Element* output, int rows) {
-    if (2 * place.lane >= to.columns) return;
-    Element const* source = tile + 2 * place.lane;
-    Element* target = output + 2 * place.lane;
-    auto const row = [&](Element* at, int i) { *reinterpret_cast<Pair*>(at) = *reinterpret_cast<Pair const*>(source + i * Tile::kStagingRow); };
-    if (to.channels == 16 && rows > 1) {
+    if (to.channels == 16 && rows > 1 && to.pitch % 2 == 0) {
+      if (2 * place.lane >= to.columns) return;
+      tile += 2 * place.lane, output += 2 * place.lane;
+      auto const row = [&](Element* at, int i) { *reinterpret_cast<Pair*>(at) = *reinterpret_cast<Pair const*>(tile + i * Tile::kStagingRow); };
 #pragma unroll
-      for (int channel = 0; channel < 16; ++channel, target += int64_t(to.plane)) {
-        row(target, 2 * channel), row(target + to.pitch, 2 * channel + 1);
+      for (int channel = 0; channel < 16; ++channel, output += int64_t(to.plane)) {
+        row(output, 2 * channel), row(output + to.pitch, 2 * channel + 1);
         if (channel % 4 == 3) asm volatile("" ::: "memory");  // more loads ahead take registers that the products need
       }
     } else {
 #pragma unroll 1
-      for (int channel = 0; channel < to.channels; ++channel, target += int64_t(to.plane)) {
-        row(target, 2 * channel);
-        if (rows > 1) row(target + to.pitch, 2 * channel + 1);
+      for (int i = 0; i < 2 * to.channels; ++i, tile += Tile::kStagingRow) {
+        Element* row = output + int64_t(i / 2) * to.plane + i % 2 * to.pitch;
+#pragma unroll
+        for (int column = place.lane, end = i % 2 < rows ? to.columns : 0; column < 64; column += 32)
+          if (column < end) row[column] = tile[column];
       }
     }
   }

@@ -34,6 +34,11 @@ CUTLASS_DEVICE uint32_t load_halves(uint32_t address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
+CUTLASS_DEVICE uint32_t load_half(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
 CUTLASS_DEVICE void store_shared(uint32_t address, uint32_t const (&v)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -193,6 +198,30 @@ struct Planes {
       if constexpr (Tile::kGuarded) {
         if (__any_sync(0xffffffffu, suspect)) look_closely(walk.source, strays[warp_index()]);
       }
+    }
+  }
+
+  // The same of 16-bit elements that were copied in pairs from one column before where they lie at no multiple of 4 bytes: `odd` says it of
+  // the tile's first, and the others are `plane` apart from channel to channel and `width` from row to row. `outside` is the tile's
+  // column that is read beside the row's first, if it has one.
+  CUTLASS_DEVICE static void convert_singles(uint32_t raw, uint32_t slot, int odd, int plane, int width, int outside) {
+    static_assert(Tile::kColumns < Tile::kBoxColumns && kChunks % 2 == 0);
+#pragma unroll 1
+    for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kTeamWarps); walk.valid(); walk.advance()) {
+      bool const second_row = walk.pixel >= Tile::kBoxColumns;
+      int const column = walk.pixel - (second_row ? Tile::kBoxColumns : 0);
+      int const early = (odd + lane_index() / kPairs * plane + (second_row ? width : 0)) & 1;
+      // The last column of all is read by no tap, and what lies behind it is not the tile's.
+      uint32_t const even = walk.source + 2 * early, next = even + (early && column == Tile::kBoxColumns - 2 ? 0 : 2);
+      uint32_t evens[4], odds[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        evens[j] = __byte_perm(load_half(even + 2 * j * kChannelStep), load_half(even + (2 * j + 1) * kChannelStep), 0x5410);
+        odds[j] = __byte_perm(load_half(next + 2 * j * kChannelStep), load_half(next + (2 * j + 1) * kChannelStep), 0x5410);
+        if (column == outside) evens[j] = 0;
+        if (column + 1 == outside) odds[j] = 0;
+      }
+      if (walk.needed()) store_shared(walk.target, evens), store_shared(walk.odd_target(), odds);
     }
   }
 };

@@ -24,48 +24,80 @@ struct Producer {
       if (params.gathered) {
         if (lane_index() == 0) storage.gathered[gatherer<Warps>()] = {image, row, column};
         __syncwarp();
-        gather<Warps>(params, storage, use.index);
-        __syncwarp();
-        return;
+        if constexpr (sizeof(Element) == 2) {
+          params.gathered == 1 ? gather<Warps, true>(params, storage, use.index) : gather<Warps, false>(params, storage, use.index);
+        } else {
+          gather<Warps, false>(params, storage, use.index);
+        }
+      } else if (lane_index() == 0) {
+        copy_tile(params, storage, use.index, full, image, row, column);
       }
-      if (lane_index() != 0) return;
+      __syncwarp();  // no lane may fall behind by a phase
+    } else {
+      copy_tile(params, storage, use.index, full, image, row, column);
     }
+  }
+  // By TMA.
+  CUTLASS_DEVICE static void copy_tile(Params const& params, SharedStorage& storage, uint32_t stage, typename Tile::Full& full, int image, int row,
+                                       int column) {
     auto const copy = [&](void* target, int c0, int c1, int c2) {
       cute::SM90_TMA_LOAD_4D::copy(&params.input, reinterpret_cast<uint64_t*>(&full), static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                    target, c0, c1, c2, image);
     };
     full.arrive_and_expect_tx(params.box_bytes);
     if constexpr (!Tile::kChannelsLast) {
-      copy(storage.raw[use.index], column, row, 0);
+      copy(storage.raw[stage], column, row, 0);
     } else if constexpr (Tile::kConverts) {
-      copy(storage.raw[use.index], 0, column, row);
-      copy(storage.raw[use.index] + Tile::kRawBytes / 2, 0, column, row + 1);
+      copy(storage.raw[stage], 0, column, row);
+      copy(storage.raw[stage] + Tile::kRawBytes / 2, 0, column, row + 1);
     } else {
-      copy(storage.ring[use.index][0], 0, column, row);
-      copy(storage.ring[use.index][1], 0, column, row + 1);
+      copy(storage.ring[stage][0], 0, column, row);
+      copy(storage.ring[stage][1], 0, column, row + 1);
     }
   }
   template <int Warps>
   CUTLASS_DEVICE static int gatherer() {
     return Warps == 1 ? 0 : Tile::kLoadsApart ? warp_index() / Tile::kTeamWarps : warp_index();
   }
-  // What TMA would bring of the channels that exist: a lane copies an element, or two, of each. Registers are few.
-  template <int Warps>
+  // What TMA would bring of the channels that exist: a lane copies an element, or two, of each. Registers are few. Two of 16 bits lie at
+  // a multiple of 4 bytes; Early: a tile's may not, and are then those from one column before (Planes::convert_singles).
+  template <int Warps, bool Early>
   CUTLASS_DEVICE static void gather(Params const& params, SharedStorage& storage, uint32_t stage) {
+    static_assert(!Early || (sizeof(Element) == 2 && Warps % 2 == 0));  // so that it is the same for all of the channels
     auto const volatile& tile = storage.gathered[gatherer<Warps>()];
     int const step = sizeof(Element) == 4 ? params.gathered : 2;
 #pragma unroll 1
     for (int pixel = lane_index() * step; pixel < Tile::kBoxPixels; pixel += 32 * step) {
       int channel = gatherer<Warps>();
-      int const row = tile.row + pixel / Tile::kBoxColumns, column = tile.column + pixel % Tile::kBoxColumns;
-      bool const inside = uint32_t(row) < uint32_t(params.h) && uint32_t(column) < uint32_t(params.w);
+      int const row = tile.row + pixel / Tile::kBoxColumns;
+      int column = tile.column + pixel % Tile::kBoxColumns;
       auto const* from = static_cast<Element const*>(params.x) + ((int64_t(tile.image) * params.c + channel) * params.h + row) * params.w + column;
-      uint32_t to = raw_address(storage, stage) + (channel * Tile::kBoxPixels + pixel) * int(sizeof(Element));
-#pragma unroll 2
-      for (; channel < params.c; channel += Warps) {
-        step == 2 ? copy_async<2 * sizeof(Element)>(to, from, inside) : copy_async<4>(to, from, inside);
-        from += int64_t(params.h) * params.w * Warps, to += Warps * Tile::kBoxPixels * sizeof(Element);
+      if constexpr (Early) {
+        int const early = int(reinterpret_cast<uintptr_t>(from) / sizeof(Element) % 2);
+        from -= early, column -= early;
       }
+      // Early: the row's first column may be a pair's second, and its last one a pair's first.
+      bool const inside = uint32_t(row) < uint32_t(params.h) && uint32_t(column + Early) < uint32_t(params.w + Early);
+      [[maybe_unused]] bool const whole = !inside || column + 1 < params.w;
+      uint32_t to = raw_address(storage, stage) + (channel * Tile::kBoxPixels + pixel) * int(sizeof(Element));
+      auto const channels = [&](auto const& copy) {
+#pragma unroll 2
+        for (; channel < params.c; channel += Warps) {
+          copy();
+          from += int64_t(params.h) * params.w * Warps, to += Warps * Tile::kBoxPixels * sizeof(Element);
+        }
+      };
+      if constexpr (Early) {
+        channels([&] { copy_pair_async(to, from, inside, whole); });
+      } else if (step == 2) {
+        channels([&] { copy_async<2 * sizeof(Element)>(to, from, inside); });
+      } else {
+        channels([&] { copy_async<4>(to, from, inside); });
+      }
+    }
+    if (Early && gatherer<Warps>() == 0 && lane_index() == 0) {
+      uint32_t const first = (uint32_t(tile.image) * params.c * params.h + tile.row) * params.w + tile.column;
+      storage.odd[stage] = (first + uint32_t(reinterpret_cast<uintptr_t>(params.x) / sizeof(Element))) % 2;
     }
     auto& full = storage.raw_full[stage];
     cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
@@ -76,17 +108,24 @@ struct Producer {
   CUTLASS_DEVICE static void copy_async(uint32_t to, void const* from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(Bytes), "r"(exists ? Bytes : 0) : "memory");
   }
+  // Of 16 bits each; not whole: the first exists. A size that is neither all nor nothing costs registers unless it is a constant.
+  CUTLASS_DEVICE static void copy_pair_async(uint32_t to, void const* from, bool exists, bool whole) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %3, 0;"
+        " @p cp.async.ca.shared.global [%0], [%1], 4, %2; @!p cp.async.ca.shared.global [%0], [%1], 4, 2; }" ::"r"(to),
+        "l"(from), "r"(exists ? 4 : 0), "r"(int(whole))
+        : "memory");
+  }
   // The next slot's load, by as many as `load`. Its state lies in shared memory: registers are few.
   CUTLASS_DEVICE static void load_next(Params const& params, SharedStorage& storage, int warp) {
     auto& next = storage.loads[warp];
     if (lane_index() == 0 && !next.left) {
-      Segment segment;
+      Segment segment{};  // or registers keep an undefined one from load to load
       next.work.next(params, storage, segment);
       next.image = segment.image, next.row = Tile::kRows * segment.step - params.padding_h, next.left = segment.count + Tile::kHalo;
     }
     if constexpr (Tile::kGathers) __syncwarp();
     load<Tile::kGatherWarps>(params, storage, next.n, next.image, next.row, next.column);
-    if constexpr (Tile::kGathers) __syncwarp();
     if (lane_index() == 0) ++next.n, --next.left, next.row += Tile::kRows;
     if constexpr (Tile::kGathers) __syncwarp();
   }
@@ -155,7 +194,16 @@ struct Producer {
         Use<Tile::kSlots> const slot(n);
         storage.raw_full[raw.index].wait(raw.phase);
         storage.slot_empty[slot.index].wait(slot.phase ^ 1);
-        Convert::convert(raw_address(storage, raw.index), slot_address(storage, slot.index), params.box_bytes <= Tile::kRawBytes / 2, storage.strays);
+        uint32_t const source = raw_address(storage, raw.index), target = slot_address(storage, slot.index);
+        if constexpr (Tile::kGathers && sizeof(Element) == 2) {
+          if (params.gathered == 1) {
+            Convert::convert_singles(source, target, storage.odd[raw.index], params.h * params.w, params.w, -1 - storage.loads[0].column);
+          } else {
+            Convert::convert(source, target, params.box_bytes <= Tile::kRawBytes / 2, storage.strays);
+          }
+        } else {
+          Convert::convert(source, target, params.box_bytes <= Tile::kRawBytes / 2, storage.strays);
+        }
       }
       uint32_t const n = count();
       __syncwarp();
@@ -172,8 +220,12 @@ struct Producer {
         count() = n + Tile::kTeams;
       }
       hand_over(storage, Use<Tile::kSlots>(n).index);
-      if (lane_index() == 0) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();
+      give_back(params, storage, n);
     }
+  }
+  // By a warp that has converted a raw tile. Where tiles are gathered all lanes arrive: racecheck follows a barrier from the lanes that do.
+  CUTLASS_DEVICE static void give_back(Params const& params, SharedStorage& storage, uint32_t n) {
+    if ((Tile::kGathers && params.gathered) || lane_index() == 0) storage.raw_empty[Use<Tile::kRawStages>(n).index].arrive();
   }
 };
 

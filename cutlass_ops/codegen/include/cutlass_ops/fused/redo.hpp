@@ -59,11 +59,9 @@ struct Redo {
       if (!at.left) return;
       uint32_t const input = (at.n - storage.slots) % kInputs;
       Produce::template load<1>(params, storage, at.n, at.image, Tile::kRows * (at.row + int(input)) - params.padding_h, at.column);
+      if (kLacks) Produce::give_back(params, storage, at.n);  // as a converter, which this warp is not here
       if constexpr (Tile::kGathers) __syncwarp();
-      if (lane_index() == 0) {
-        if (kLacks) storage.raw_empty[Use<Tile::kRawStages>(at.n).index].arrive();  // as a converter, which this warp is not here
-        ++at.n;
-      }
+      if (lane_index() == 0) ++at.n;
     }
   }
   // Goes on to the next marked step where all tiles of one are loaded; at the end nothing is left.
@@ -139,10 +137,9 @@ struct Redo {
       Use<Tile::kRawStages> const raw(own(storage).tiles);
       storage.raw_full[raw.index].wait(raw.phase);
       convert_tile(storage);
-      if (lane_index() == 0) {
-        storage.raw_empty[Use<Tile::kRawStages>(own(storage).tiles).index].arrive();
-        ++own(storage).tiles, --own(storage).left;
-      }
+      Produce::give_back(params, storage, own(storage).tiles);
+      __syncwarp();
+      if (lane_index() == 0) ++own(storage).tiles, --own(storage).left;
       __syncwarp();
     }
   }

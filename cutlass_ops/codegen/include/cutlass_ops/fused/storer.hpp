@@ -47,7 +47,9 @@ struct Storer {
           auto* output = static_cast<Element*>(params.output) + (int64_t(segment.image) * params.k + channel) * plane +
                          int64_t(2 * step) * params.out_w + column;
           wait(storage.run_full[4 * i + channels], phase);
-          if (one_run) {
+          if (params.out_w % 2) {
+            store_singles(tile, output, params, plane, count, width, rows);
+          } else if (one_run) {
             store<Tile::kStrip>(tile, output, plane, count, width, rows * width);
           } else {
 #pragma unroll 1
@@ -58,6 +60,18 @@ struct Storer {
         }
       }
     }
+  }
+
+  // Rows that begin at single elements, one a lane.
+  CUTLASS_DEVICE static void store_singles(Element const* tile, Element* output, Params const& params, int64_t plane, int count, int width,
+                                           int rows) {
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row, output += params.out_w, tile += kRow)
+#pragma unroll 1
+      for (int i = threadIdx.x % 32; i < width; i += 32)
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+          if (c < count) output[c * plane + i] = tile[c * kPitch + i];
   }
 
   // A run of `size` elements of each channel, two a lane; Pairs: that a run has at most. In the tile a row ends after `width`

@@ -89,7 +89,7 @@ struct Tile {
   static constexpr int kPixels = Pool::kWindow ? 32 : 128;  // of a warp's tile
   static constexpr int kStagingRow = 64 + 16 / int(sizeof(Element)), kStagingPitch = 36, kStagingPixel = sizeof(Element) == 4 ? 20 : 24;
   static constexpr int kRowsBytes = 32 * kStagingRow * int(sizeof(Element));
-  // NCHW results have rows of even sizes where they are not pooled.
+  // NCHW results leave in pairs where their rows begin at such.
   struct alignas(2 * sizeof(Element)) Pair {
     Element first, second;
   };
@@ -113,7 +113,10 @@ struct Tile {
     Barrier raw_empty[kRawStages], slot_empty[kSlots], turn[2], finished;
     Barrier run_full[kTiles], run_free[kTiles];  // storer.hpp
     uint32_t misfits[kGuarded ? kMisfitWords : 1];  // a bit a slot that the CTA read: a value in it does not fit fp16
-    int32_t strays[kProducerWarps];                 // small values that a converter let pass in a slot
+    union {
+      int32_t strays[kProducerWarps];  // of fp32: small values that a converter let pass in a slot
+      int32_t odd[kRawStages];         // of 16 bits, gathered: whether a raw tile's first element lies at no multiple of 4 bytes
+    };
     uint32_t converted[kProducerWarps];             // the slot that a converter is at
     struct {
       Work work;
@@ -154,7 +157,7 @@ struct Params {
   float pool_scale;
   int32_t n, k, out_h, out_w;    // of the result
   int32_t c, h, w;               // of x
-  int32_t gathered;              // elements of a copy, 1 (fp32 alone) or 2, which begin at multiples of its size; 0: TMA reads x
+  int32_t gathered;              // elements at whose multiples rows begin, 1 or 2, where they are gathered; 0: TMA reads x
   int32_t steps;                 // of an image: kRows rows of the convolution each
   int32_t claim_shift;           // steps of a claim, as a power of two
   int32_t padding_h, padding_w;
