@@ -39,11 +39,13 @@ FEATURES = {
     "iterations": "k-steps of the busiest (implicit GEMM)",
     "staged": "kilo-elements of x that the busiest brings into its ring (fused)",
     "gathered": "thousands of copies by which it brings them where TMA cannot (fused)",
+    "single_loads": "kilo-elements of 16 bits that it converts one by one, where they lie at no multiples of 4 bytes (fused)",
+    "single_stores": "kilo-elements of the result that it stores one by one, in rows of an odd number (fused, no pool)",
     "moved": "MB that the convolution's kernel reads and writes",
 }
 #: One after the other, and the groups of features that take place at once.
 SERIAL = ("launches", "convert", "pool", "result")
-OVERLAPPED = (("flops", "outputs", "iterations"), ("staged", "gathered"), ("moved",))
+OVERLAPPED = (("flops", "outputs", "iterations", "single_stores"), ("staged", "gathered", "single_loads"), ("moved",))
 
 Features = Mapping[str, float]
 _BYTES = {"f32": 4, "tf32": 4, "f16": 2, "bf16": 2}
@@ -64,14 +66,18 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
     steps, slots = work.busiest(n, r)
     nhwc, size = record.variant[1] == "nhwc", _BYTES[problem.dtype]
     loaded = channels if nhwc else min(channels, round_up(c, 8))
-    copied = max(gathered(problem), 4 // size)  # elements at a time
+    rows_begin_at = gathered(problem)
+    copied = max(rows_begin_at, 4 // size)  # elements at a time
+    singly_stored = not nhwc and problem.pool is None and problem.output_shape[3] % 2
     staged = slots * work.rows * record.box_columns * loaded / 1e3
     return {
         "launches": 2,
         "flops": steps * 2 * pixels * block * channels * r * s / 1e6,
         "outputs": steps * pixels * block / 1e3,
         "staged": staged,
-        "gathered": slots * work.rows * record.box_columns * c / copied / 1e3 if gathered(problem) else 0.0,
+        "gathered": slots * work.rows * record.box_columns * c / copied / 1e3 if rows_begin_at else 0.0,
+        "single_loads": staged if size == 2 and rows_begin_at == 1 else 0.0,
+        "single_stores": steps * pixels * block / 1e3 if singly_stored else 0.0,
         "moved": (n * c * h * w + math.prod(problem.output_shape)) * size / 1e6,
     }
 

@@ -85,6 +85,8 @@ class Sample:
             weight = uniform((k, c + 3, r, s), -reach, reach, dtype, generator)[:, :c]
         else:
             x, weight = uniform(self.x, 0, 1, dtype, generator), uniform((k, c, r, s), -reach, reach, dtype, generator)
+        if self.layout == "beside":  # dense, an element behind a 16-byte boundary
+            x = x.new_full((x.numel() + 1,), math.nan)[1:].view(self.x).copy_(x)
         if self.layout == "channels_last":
             x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
         vectors = [uniform((k,), -1, 1, dtype, generator) for _ in op.spec.vectors]
@@ -109,9 +111,12 @@ SAMPLES = (
     Sample("1 x 1, gathered", (4, 64, 40, 54), (136, 1, 1), pool=2),
     Sample("wide, gathered", (9, 64, 37, 102), (144, 3, 3), pool=2, arguments=(("padding", 1),)),
     Sample("1 x 1, wide, gathered", (16, 64, 40, 102), (136, 1, 1), pool=2),
-    Sample("odd rows", (5, 40, 23, 61), (72, 3, 3), pool=2, arguments=(("padding", 1),)),
+    Sample("odd rows", (5, 40, 23, 61), (72, 3, 3), pool=2),
     Sample("odd rows, few channels", (5, 5, 33, 131), (40, 3, 3), pool=2),
     Sample("narrow", (2, 1, 33, 31), (7, 1, 1), pool=2),
+    Sample("wide, at odd elements", (9, 64, 37, 104), (144, 3, 3), "beside", pool=2, arguments=(("padding", 1),)),
+    Sample("1 x 1, wide, at odd elements", (16, 64, 40, 104), (136, 1, 1), "beside", pool=2),
+    Sample("1 x 1, at odd elements", (4, 64, 40, 56), (136, 1, 1), "beside", pool=2),
     Sample("channels_last", (4, 32, 40, 44), (96, 3, 3), "channels_last", pool=2, arguments=(("padding", 1),)),
     Sample("few channels_last", (4, 8, 37, 45), (72, 3, 3), "channels_last", pool=2),
     Sample("1 x 1 channels_last", (4, 64, 33, 31), (70, 1, 1), "channels_last", pool=2),

@@ -16,6 +16,7 @@ from ..costs import OVERLAPPED, SERIAL, Coefficients
 #: it decides what the times leave open, and nothing where they do not.
 PRIOR = {"launches": 4.0, "convert": 0.27, "pool": 0.2, "result": 0.55}
 PRIOR |= {"flops": 0.15, "outputs": 0.03, "iterations": 0.5, "staged": 0.15, "gathered": 0.5, "moved": 0.27}
+PRIOR |= {"single_loads": 0.1, "single_stores": 0.1}
 PRIOR_GEMM = PRIOR | {"flops": 0.05, "outputs": 0.01}
 RIDGE = 1e-4
 _ROUNDS = 40

@@ -30,8 +30,8 @@ each_operator = pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpo
 
 
 def beside(x, elements=2):
-    """The same values, dense, so many elements behind a 16-byte boundary."""
-    return x.new_full((x.numel() + elements,), float("nan"))[elements:].view(x.shape).copy_(x)
+    """The same values, dense, so many elements behind a 16-byte boundary, between NaN."""
+    return x.new_full((x.numel() + elements + 8,), float("nan"))[elements:-8].view(x.shape).copy_(x)
 
 
 def inputs(op, name, dtype):
@@ -54,7 +54,7 @@ def test_results_are_those_of_the_same_values_that_tma_reads(op, dtype, name):
         torch.full((40, 64, 16, 64), float("nan"), device="cuda", dtype=dtype),
         others[0].new_zeros(64, 64, 3, 3),
     )
-    for elements in (2, 1, 3):  # 2 first: what copies of pairs leave behind is no help to the others
+    for elements in (1, 2, 3, 4, 6):
         found = [call(FUSED_PLANS[dtype], op, beside(x, elements), *others, **arguments) for _ in range(3)]
         for y in found:
             assert_same_bits(y, expected)
@@ -93,6 +93,27 @@ def test_rows_of_any_odd_width_before_a_pool(dtype, channels, width, padding):
     x, weight = activation((5, channels, 19, width), dtype, random), filters((66, channels, 3, 3), dtype, random)
     arguments = {"padding": padding} | ({"precision": "tf32"} if dtype is torch.float32 else {})
     found = accuracy.Criterion(op, x, weight, **arguments).judge(call(FUSED_PLANS[dtype], op, x, weight, **arguments))
+    assert found.passed, found
+
+
+@each_dtype
+@pytest.mark.parametrize(("channels", "padding"), [(33, 0), (33, 1), (7, 0), (7, 1)])
+@pytest.mark.parametrize("op", [conv2d, conv2d_sub_tanh_sub_avgpool], ids=name_of)
+def test_images_of_an_odd_number_of_elements(op, dtype, channels, padding):
+    """A CTA crosses images: where the next begins is odd where the one before was even."""
+    random = generator("odd images", op.spec.name, dtype, channels, padding)
+    x, weight = activation((40, channels, 21, 63), dtype, random), filters((66, channels, 3, 3), dtype, random)
+    arguments = {"padding": padding} | ({"precision": "tf32"} if dtype is torch.float32 else {})
+    others = [weight, *vectors(op, 66, dtype, random)]
+    found = accuracy.Criterion(op, x, *others, **arguments).judge(call(FUSED_PLANS[dtype], op, x, *others, **arguments))
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("channels", [12, 40])
+def test_odd_rows_without_a_pool_are_computed_again(channels):
+    random = generator("odd, again", channels)
+    x, weight = activation((33, channels, 36, 127), torch.float32, random) * 1e6, filters((40, channels, 3, 3), torch.float32, random)
+    found = accuracy.Criterion(conv2d, x, weight, precision="tf32").judge(call("fused-f16", conv2d, x, weight, precision="tf32"))
     assert found.passed, found
 
 

@@ -36,6 +36,8 @@ def test_the_work_of_a_fused_kernel_with_a_pool():
         "outputs": pytest.approx(123 * 128 * 128 / 1e3),
         "staged": pytest.approx((123 + 2) * 2 * 68 * 64 / 1e3),
         "gathered": 0,
+        "single_loads": 0,
+        "single_stores": 0,
         "moved": pytest.approx((128 * 64 * 128 * 128 + 128 * 128 * 63 * 63) * 4 / 1e6),
     }
 
@@ -65,6 +67,8 @@ def test_float32_channels_last_takes_slices_and_loads_all_channels_of_its_tile()
         ({"alignment": 8}, 1 / 2),
         ({"alignment": 4}, 1),
         (HALF | {"channels_last": False, "x_shape": (8, 64, 28, 28)}, 1 / 2),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 28, 27)}, 1 / 2),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 32, 32), "alignment": 2}, 1 / 2),
         (HALF | {"channels_last": False, "x_shape": (8, 64, 32, 32)}, 0),
         ({"x_shape": (8, 64, 28, 28)}, 0),
         (HALF | {"x_shape": (8, 64, 28, 27)}, 0),
@@ -73,6 +77,23 @@ def test_float32_channels_last_takes_slices_and_loads_all_channels_of_its_tile()
 def test_copies_of_what_no_tma_load_can_bring_count_too(changes, share):
     found = work("fused-f16", **changes)
     assert found["gathered"] == pytest.approx(share * found["staged"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "single"),
+    [
+        ({"x_shape": (8, 64, 40, 125), "pool": None}, (False, True)),
+        ({"x_shape": (8, 64, 40, 125)}, (False, False)),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 28, 27), "pool": None}, (True, True)),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 32, 32), "alignment": 2}, (True, False)),
+        (HALF | {"channels_last": False, "x_shape": (8, 64, 28, 28), "pool": None}, (False, False)),
+        (HALF | {"x_shape": (8, 64, 28, 27), "pool": None}, (False, False)),
+    ],
+)
+def test_what_is_converted_or_stored_one_by_one_counts_more(changes, single):
+    found = work("fused-f16", **changes)
+    assert found["single_loads"] == (found["staged"] if single[0] else 0)
+    assert found["single_stores"] == (found["outputs"] if single[1] else 0)
 
 
 def test_columns_of_an_empty_strip_count():
