@@ -66,7 +66,7 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
     steps, slots = work.busiest(n, r)
     nhwc, size = record.variant[1] == "nhwc", _BYTES[problem.dtype]
     loaded = channels if nhwc else min(channels, round_up(c, 8))
-    rows_begin_at = gathered(problem)
+    rows_begin_at = gathered(problem, record)
     copied = max(rows_begin_at, 4 // size)  # elements at a time
     singly_stored = not nhwc and problem.pool is None and problem.output_shape[3] % 2
     staged = slots * work.rows * record.box_columns * loaded / 1e3

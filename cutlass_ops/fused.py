@@ -45,9 +45,11 @@ class Fused:
 
         self._params = params = ctypes.create_string_buffer(record.params_size)
         size = 4 if record.variant[0] == "f32" else 2
-        shift = 0 if nhwc else -problem.padding[1] % (16 // size)
+        copied = gathered(problem, record)
+        # Columns that a tile begins early, at whole 16 bytes for TMA. Gathered pairs of 16 bits begin at even columns.
+        shift = 0 if nhwc else problem.padding[1] % 2 if copied and size == 2 else -problem.padding[1] % (16 // size)
         values = {"n": n, "k": k, "out_h": out_h, "out_w": out_w, "padding_h": problem.padding[0], "padding_w": problem.padding[1]}
-        values |= {"c": c, "h": h, "w": w, "gathered": gathered(problem)}
+        values |= {"c": c, "h": h, "w": w, "gathered": copied}
         values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": work.steps}
         values["claim_shift"] = max(work.claim, 1).bit_length() - 1
         if nhwc:
@@ -66,7 +68,7 @@ class Fused:
             struct.pack_into("<f", params, record.fields["pool_scale"], 1.0 / window)
         for where, constant in record.constants:
             struct.pack_into("<f", params, where, constant)
-        self._input = None if gathered(problem) else Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
+        self._input = None if copied else Descriptor(tensor, ctypes.addressof(params) + record.fields["input"])
         self._launch = fused.launch(work.teams * strips * blocks, params, overlap=True)
 
         self._scales_offset = round_up(blocks * block * channels * r * s * 2, ALIGNMENT)

@@ -11,7 +11,7 @@ from typing import Optional, Union
 from .costs import Costs
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import rows_of_step, team_size
+from .work import rows_of_step, starts_where_tma_can, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -171,7 +171,7 @@ def _two_kernel(name: str, problem: Problem) -> Union[Plan, str]:
 
 
 def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
-    """The first kernel of the family that can compute the problem: few channels, few strips, narrow ones, aligned ones first.
+    """The first kernel of the family that can compute the problem: of few channels, begun where TMA can, of few strips, narrow, aligned.
 
     A row in one strip is stored whole; pieces of rows cost L2 twice (docs/performance.md), and serve where a user's chain does not fit
     the registers of a wide kernel.
@@ -184,9 +184,10 @@ def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, 
     reason = f"expected a fused kernel of {problem.operator}, found none"
     most = -1
 
-    def order(record: KernelRecord) -> tuple[int, int, int, str]:
+    def order(record: KernelRecord) -> tuple[int, bool, int, int, str]:
         columns = record.epilogue_tile[0]
-        return record.tile[2], -(-problem.output_shape[3] // columns), columns, record.variant[3]
+        strips = -(-problem.output_shape[3] // columns)
+        return record.tile[2], not starts_where_tma_can(problem, record), strips, columns, record.variant[3]
 
     for record in sorted(family, key=order):
         met, limit = fused_limit(problem, device, record)
@@ -220,7 +221,7 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
     """How many conditions hold up to the first that does not, and that one, or None. The one place that knows the fused kernels' limits."""
     n, c, h, w = problem.x_shape
     _, k, out_h, out_w = problem.output_shape
-    element, layout, size, alignment, pool_kind = record.variant
+    element, layout, size, _, pool_kind = record.variant
     pool, r, s = problem.pool, *problem.weight_shape[2:]
     nhwc, bytes_of_element = layout == "nhwc", 4 if element == "f32" else 2
     strides = (h * w * c, 1, w * c, c) if nhwc else (c * h * w, h * w, w, 1)
@@ -250,10 +251,6 @@ def fused_limit(problem: Problem, device: DeviceFacts, record: KernelRecord) -> 
         (
             rows_of_step(problem, record) != 1 or (out_w >= 8 * columns and out_w % 2 == 0),
             f"a result of an even number of columns, at least {8 * columns}, got {out_w}",
-        ),
-        (
-            nhwc or alignment == "shifted" or problem.padding[1] % columns == 0,
-            f"padding in multiples of {columns} columns, got {problem.padding[1]}",
         ),
     ]
     if pool is not None:

@@ -26,15 +26,25 @@ def rows_of_step(problem: Problem, record: KernelRecord) -> int:
     return record.tile[0] // (record.epilogue_tile[0] * (2 if problem.pool else 1))
 
 
-def gathered(problem: Problem) -> int:
-    """Elements, 1 or 2, at whose multiples rows of x begin that TMA, which knows whole 16 bytes, cannot read; 0: TMA reads x.
+def starts_where_tma_can(problem: Problem, record: KernelRecord) -> bool:
+    """Whether a fused kernel's tiles begin at whole 16 bytes of a row of x, given that the row does: shifted ones begin early for it."""
+    return record.variant[1] == "nhwc" or record.variant[3] == "shifted" or problem.padding[1] % (16 // _size(problem)) == 0
 
-    A fused kernel gathers them: it copies so many at a time, but for those of 16 bits always two, since copies have 4 bytes at least.
+
+def gathered(problem: Problem, record: KernelRecord) -> int:
+    """Elements, 1 or 2, at whose multiples rows of a fused kernel's tiles begin where TMA, which knows whole 16 bytes, cannot read; or 0.
+
+    The kernel gathers them: it copies so many at a time, but for those of 16 bits always two, since copies have 4 bytes at least.
     """
-    width, size = problem.x_shape[3], 4 if problem.dtype == "f32" else 2
-    if problem.channels_last or (width * size % 16 == 0 and problem.alignment == 16):
+    width, size = problem.x_shape[3], _size(problem)
+    if problem.channels_last or (width * size % 16 == 0 and problem.alignment == 16 and starts_where_tma_can(problem, record)):
         return 0
-    return 2 if width % 2 == 0 and problem.alignment >= 2 * size else 1
+    pairs = width % 2 == 0 and problem.alignment >= 2 * size and (problem.padding[1] % 2 == 0 or starts_where_tma_can(problem, record))
+    return 2 if pairs else 1
+
+
+def _size(problem: Problem) -> int:
+    return 4 if problem.dtype == "f32" else 2
 
 
 @dataclass(frozen=True)

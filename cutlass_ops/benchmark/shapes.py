@@ -115,13 +115,19 @@ _ODD = (
     (HARDSWISH, 128, 8, 127, 64, 3, 1, 0),
     (MIN_ADD_MUL, 64, 64, 127, 128, 3, 1, 1),
     (PLAIN, 64, 32, 63, 64, 3, 1, 1),
+    (PLAIN, 64, 64, 33, 128, 3, 1, 1),
+    (PLAIN, 64, 64, 71, 64, 3, 1, 1),
+    (MIN_ADD_MUL, 128, 64, 29, 128, 3, 1, 0),
+    (HARDSWISH, 128, 16, 77, 64, 3, 1, 1),
 )
+#: Float32 tiles that begin where TMA cannot read, though rows are of whole 16 bytes.
+_PADDED = ((POOLED, 32, 64, 56, 128, 1, 1, 1), (PLAIN, 128, 64, 28, 128, 1, 1, 1))
 _IMAGES = ((POOLED, 16, 3, 224, 64, 3, 1, 1), (HARDSWISH, 64, 3, 64, 16, 3, 1, 1))
 
 
 def sweep_shapes() -> list[Shape]:
     """All of them. Of every second call half precision takes NCHW too, and float32 channels_last."""
-    found = [Shape(*call, dtype="f32") for call in (*_CALLS, *_IMAGES, *_GATHERED, *_ODD)]
+    found = [Shape(*call, dtype="f32") for call in (*_CALLS, *_IMAGES, *_GATHERED, *_ODD, *_PADDED)]
     found += [Shape(*call, dtype="f32", channels_last=True) for call in (*_CALLS[1::2], *_NARROW)]
     for dtype in ("f16", "bf16"):
         found += [Shape(*call, dtype=dtype, channels_last=True) for call in (*_CALLS, *_NARROW)]

@@ -135,7 +135,7 @@ def test_conv2d_of_integers_is_exact_in_the_fused_kernels(case, dtype):
 
 @pytest.mark.parametrize("width", [16, 20, 32, 40])
 def test_rows_that_are_shorter_than_a_line_are_exact(width):
-    """Of a filter that only wide kernels serve (float32, 1 x 1, padding that is no multiple of 4), several rows for a CTA."""
+    """Of a filter that TMA reads for wide kernels alone (float32, 1 x 1, padding that is no multiple of 4), several rows for a CTA."""
     values = {"n": 64, "h": 20, "w": width, "k": 128, "c": 24, "padding": 1, "filter": (1, 1)}
     assert_exact(integer_problem(Case(MANY_ROWS.values | values)), torch.float32)
 

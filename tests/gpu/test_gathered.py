@@ -85,6 +85,25 @@ def test_rows_of_any_width_are_exact(dtype, channels, width, padding):
         assert torch.equal(call(FUSED_PLANS[dtype], conv2d, values, weight, padding=padding), expected.round().to(dtype))
 
 
+@pytest.mark.parametrize("factor", [1, 1e6])
+@pytest.mark.parametrize("padding", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("width", [1, 4, 7, 14, 16, 20, 60, 64, 126, 127, 128, 131])
+def test_1_x_1_filters_of_float32_with_any_padding(width, padding, factor):
+    """Kernels that do not begin early: also where TMA could read rows that begin elsewhere. Times a power of ten, computed again."""
+    random = generator("1 x 1", width, padding, factor)
+    x, weight = activation((9, 40, 21, width), torch.float32, random) * factor, filters((136, 40, 1, 1), torch.float32, random)
+    for op in (conv2d, conv2d_sub_tanh_sub_avgpool):
+        arguments = {"padding": padding, "precision": "tf32"}
+        others = [weight, *vectors(op, 136, torch.float32, random)]
+        y = call("fused-f16", op, x, *others, **arguments)
+        found = accuracy.Criterion(op, x, *others, **arguments).judge(y)
+        assert found.passed, found
+        assert_same_bits(call("fused-f16", op, x, *others, **arguments), y)
+    x, weight = integers((5, 40, 21, width), -2, 2, random), integers((66, 40, 1, 1), -2, 2, random)
+    expected = reference64(conv2d, x, weight, padding=padding).float()
+    assert torch.equal(call("fused-f16", conv2d, x.float(), weight.float(), padding=padding, precision="tf32"), expected)
+
+
 @each_dtype
 @pytest.mark.parametrize("channels", [3, 16, 64])
 @pytest.mark.parametrize(("width", "padding"), [(1, 2), (3, 1), *itertools.product((7, 15, 63, 65, 127, 225), (0, 1, 2))])

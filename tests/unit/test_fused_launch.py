@@ -88,6 +88,7 @@ def test_rows_that_tma_cannot_read_are_gathered(gpu, dtype, width):
     assert fused.params[:128] == bytes(128)  # no descriptor
     found = numbers(fused)
     assert found["gathered"] == (1 if width % 2 else 2)
+    assert found["shift"] == (3 if dtype is torch.float32 else 1)  # to whole 16 bytes, as by TMA; to an even column
     assert (found["n"], found["c"], found["h"], found["w"]) == (2, 24, 12, width)
     assert found["box_bytes"] % (24 * 2 * given[0].element_size()) == 0
     again = [t.clone() for t in given]

@@ -6,6 +6,7 @@ import pytest
 
 from cutlass_ops.problem import PoolArguments
 from cutlass_ops.selection import select
+from cutlass_ops.work import gathered
 
 from .fake_driver import H200
 from .records import LARGE, all_records, problem
@@ -126,6 +127,35 @@ def test_a_wide_kernel_serves_no_row_that_is_shorter_than_a_line(dtype, least):
             assert reason(plan) == f"expected a result of an even number of columns, at least {least}, got {width + 2 * padding}"
 
 
+@pytest.mark.parametrize(
+    ("pool", "width", "padding", "kernel", "copied"),
+    [
+        ("avg", 128, 0, "1x1", 0),
+        ("avg", 128, 4, "1x1", 0),
+        ("avg", 128, 2, "1x1", 2),
+        ("avg", 128, 1, "1x1", 1),
+        ("avg", 126, 1, "1x1", 1),
+        ("avg", 126, 2, "1x1", 2),
+        ("avg", 127, 4, "1x1", 1),
+        ("none", 128, 1, "1x1_wide", 0),
+        ("none", 32, 1, "1x1_wide", 0),
+        ("none", 32, 4, "1x1", 0),
+        ("none", 20, 2, "1x1", 2),
+        ("none", 20, 3, "1x1", 1),
+        ("none", 127, 1, "1x1", 1),
+        ("none", 126, 1, "1x1_wide", 2),
+    ],
+)
+def test_1_x_1_filters_of_float32_with_any_padding(pool, width, padding, kernel, copied):
+    """No kernel for them begins early where it pools or rows are short: without whole 16 bytes before the image x is gathered."""
+    records = all_records("op", pool)
+    own = None if pool == "none" else PoolArguments(pool, (2, 2), (2, 2))
+    padded = problem(pool=own, padding=(0, padding), x_shape=(2, 64, 40, width), **ONE_BY_ONE)
+    plan = select(padded, H200, records, frozenset(r.sha256 for r in records), force="fused-f16").plan
+    assert plan.kernels[1] == f"op_fused_f32_nchw_c64_{kernel}"
+    assert gathered(padded, next(r for r in records if r.name == plan.kernels[1])) == copied
+
+
 @pytest.mark.parametrize("pool", ["none", "max"])
 def test_a_fused_kernel_serves_its_own_pool_alone(pool):
     records = all_records("op", pool)
@@ -141,7 +171,6 @@ def test_a_fused_kernel_serves_its_own_pool_alone(pool):
         ({"x_shape": (2, 65, 128, 128), "weight_shape": (8, 65, 3, 3)}, "expected at most 64 input channels, got 65"),
         (NHWC | few(12), "expected pixels of whole 16 bytes for TMA, got 24 bytes at multiples of 16"),
         (NHWC | {"alignment": 8}, "expected pixels of whole 16 bytes for TMA, got 128 bytes at multiples of 8"),
-        (ONE_BY_ONE | {"padding": (0, 1)}, "expected padding in multiples of 4 columns, got 1"),
         ({"weight_shape": (8, 64, 5, 5)}, "expected a filter of 3 x 3, got 5 x 5"),
         ({"weight_shape": (8, 64, 1, 3)}, "expected a filter of 3 x 3, got 1 x 3"),
         ({"stride": (2, 1)}, "expected stride and dilation 1, got (2, 1), (1, 1)"),

@@ -272,7 +272,7 @@ struct Consumer {
 
   // Both rows of 16 channels, two columns a lane. Straight code: with a condition at every piece it took a third of the kernel's
   // time. Bulk copies of such short rows take 65 cycles each, and 16-byte stores leave ends that cost more than they gain
-  // (docs/performance.md). One column a lane where rows begin at single elements, or channels or rows are missing.
+  // (docs/performance.md). One column a lane where rows begin at single elements.
   CUTLASS_DEVICE static void store_rows(Store const& to, Place const& place, Element const* tile, Element* output, int rows) {
     if (to.channels == 16 && rows > 1 && to.pitch % 2 == 0) {
       if (2 * place.lane >= to.columns) return;
@@ -282,6 +282,12 @@ struct Consumer {
       for (int channel = 0; channel < 16; ++channel, output += int64_t(to.plane)) {
         row(output, 2 * channel), row(output + to.pitch, 2 * channel + 1);
         if (channel % 4 == 3) asm volatile("" ::: "memory");  // more loads ahead take registers that the products need
+      }
+    } else if (to.pitch % 2 == 0) {
+#pragma unroll 1
+      for (int i = 0; i < 2 * to.channels; ++i, tile += Tile::kStagingRow) {
+        auto* row = reinterpret_cast<Pair*>(output + int64_t(i / 2) * to.plane + i % 2 * to.pitch);
+        if (2 * place.lane < (i % 2 < rows ? to.columns : 0)) row[place.lane] = reinterpret_cast<Pair const*>(tile)[place.lane];
       }
     } else {
 #pragma unroll 1

@@ -76,7 +76,7 @@ struct Look {
   }
   CUTLASS_DEVICE bool suspects(uint32_t const (&first)[Words], uint32_t const (&second)[Words]) const {
     constexpr uint32_t kLeast = 2 * (0x38800000u >> 16);  // of 2^-14
-    return __vcmpltu2(smallest, kLeast * 0x10001u) || !__hble2(largest(first, second), __float2half2_rn(kFp16Max));
+    return __vmaxu2(smallest, kLeast * 0x10001u) != smallest || !__hble2(largest(first, second), __float2half2_rn(kFp16Max));
   }
 };
 
@@ -94,14 +94,22 @@ CUTLASS_DEVICE void count_strays(int32_t& strays, bool misfit, int small) {
 template <class Tile>
 struct Planes {
   using Element = typename Tile::Element;
-  static constexpr int kChunks = Tile::kChannels / 8, kPairs = 32 / kChunks;  // a warp's turn: 2 * kPairs pixels x all channels
-  // A lane's way through a raw tile and the slot that it becomes: two pixels x 8 channels a turn. K position 8 * c + j of a pixel
-  // holds input channel c + kChunks * j, which makes the reads conflict-free; the packed weights have the same order. All that
-  // is kept is moved from turn to turn: registers are few.
+  // A warp's turn: two pixels of each of kPairs x 8 channels of each of kLaneChunks; kGroups warps share what is left of the channels.
+  // So many pairs as a channel's plane, in units of 32 bits, has factors of 2, at least 4: then the reads are free of bank conflicts
+  // (32 bits a lane; of 64, which fp32 takes, half a warp's), and the writes are, of 8 lanes each 4 pixels x 2 chunks (64 channels).
+  static constexpr int kChunks = Tile::kChannels / 8, kPlane = Tile::kBoxPixels * int(sizeof(Element)) / 4;
+  static constexpr int kPairs = cute::max(32 / kChunks, cute::min(16, (kPlane & -kPlane) * 2 / int(sizeof(Element)))), kLaneChunks = 32 / kPairs;
+  static constexpr int kGroups = kChunks / kLaneChunks;
+  // A lane's way through a raw tile and the slot that it becomes. K position 8 * c + j of a pixel holds input channel c + kChunks * j; the
+  // packed weights have the same order. All that is kept is moved from turn to turn: registers are few.
   static constexpr int kChannelStep = kChunks * Tile::kBoxPixels * int(sizeof(Element));
+  static constexpr int kRun = 32 / kChunks;  // lanes side by side with one chunk
+  CUTLASS_DEVICE static int chunk_of(int warp) { return warp % kGroups * kLaneChunks + lane_index() / kRun % kLaneChunks; }
+  CUTLASS_DEVICE static int pair() { return lane_index() % kRun + lane_index() / (kRun * kLaneChunks) * kRun; }
   template <int Warps>
   struct Walk {
-    static constexpr int kStep = Warps * 2 * kPairs;
+    static_assert(Warps % kGroups == 0);
+    static constexpr int kStep = Warps / kGroups * 2 * kPairs;
     // Going on to the second row, which begins elsewhere in a swizzle atom.
     static constexpr int kNextRow = Tile::kRowBytes - Tile::kBoxColumns * Tile::kPixelBytes;
     static constexpr uint32_t kFlip = Tile::kChannels == 64 ? Tile::kBoxColumns % 8 * 16 : 0;
@@ -109,8 +117,8 @@ struct Planes {
     int pixel;
     uint32_t source, target;
     CUTLASS_DEVICE Walk(uint32_t raw, uint32_t slot, int warp) {
-      int const lane = lane_index(), chunk = lane / kPairs;
-      pixel = (warp * kPairs + lane % kPairs) * 2;
+      int const chunk = chunk_of(warp);
+      pixel = (warp / kGroups * kPairs + pair()) * 2;
       source = raw + (chunk * Tile::kBoxPixels + pixel) * sizeof(Element);
       int const swizzled = Tile::kChannels == 64 ? chunk ^ (pixel & 7) : chunk ^ (pixel >> 2 & 1);  // pixel is even
       target = slot + pixel * Tile::kPixelBytes + (swizzled << 4);
@@ -193,10 +201,9 @@ struct Planes {
           even[j] = __byte_perm(a, b, 0x5410), odd[j] = __byte_perm(a, b, 0x7632);
         }
       }
-      [[maybe_unused]] bool const suspect = Tile::kGuarded && look.suspects(even, odd);
       if (walk.needed()) store_shared(walk.target, even), store_shared(walk.odd_target(), odd);
       if constexpr (Tile::kGuarded) {
-        if (__any_sync(0xffffffffu, suspect)) look_closely(walk.source, strays[warp_index()]);
+        if (__any_sync(0xffffffffu, look.suspects(even, odd))) look_closely(walk.source, strays[warp_index()]);
       }
     }
   }
@@ -204,21 +211,26 @@ struct Planes {
   // The same of 16-bit elements that were copied in pairs from one column before where they lie at no multiple of 4 bytes: `odd` says it of
   // the tile's first, and the others are `plane` apart from channel to channel and `width` from row to row. `outside` is the tile's
   // column that is read beside the row's first, if it has one.
-  CUTLASS_DEVICE static void convert_singles(uint32_t raw, uint32_t slot, int odd, int plane, int width, int outside) {
+  CUTLASS_DEVICE static void convert_singles(uint32_t raw, uint32_t slot, [[maybe_unused]] bool few, uint32_t odd, uint32_t plane, uint32_t width,
+                                             int outside) {
+    static_assert(Tile::kShifted, "it is an odd column");
     static_assert(Tile::kColumns < Tile::kBoxColumns && kChunks % 2 == 0);
 #pragma unroll 1
     for (Walk<Tile::kConverters> walk(raw, slot, warp_index() % Tile::kTeamWarps); walk.valid(); walk.advance()) {
       bool const second_row = walk.pixel >= Tile::kBoxColumns;
       int const column = walk.pixel - (second_row ? Tile::kBoxColumns : 0);
-      int const early = (odd + lane_index() / kPairs * plane + (second_row ? width : 0)) & 1;
+      uint32_t const early = (odd + chunk_of(warp_index()) * plane + (second_row ? width : 0)) & 1;
       // The last column of all is read by no tap, and what lies behind it is not the tile's.
       uint32_t const even = walk.source + 2 * early, next = even + (early && column == Tile::kBoxColumns - 2 ? 0 : 2);
       uint32_t evens[4], odds[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
+        if (Tile::kChannels == 16 && j >= 2 && few) {
+          evens[j] = odds[j] = 0;
+          continue;
+        }
         evens[j] = __byte_perm(load_half(even + 2 * j * kChannelStep), load_half(even + (2 * j + 1) * kChannelStep), 0x5410);
         odds[j] = __byte_perm(load_half(next + 2 * j * kChannelStep), load_half(next + (2 * j + 1) * kChannelStep), 0x5410);
-        if (column == outside) evens[j] = 0;
         if (column + 1 == outside) odds[j] = 0;
       }
       if (walk.needed()) store_shared(walk.target, evens), store_shared(walk.odd_target(), odds);

@@ -21,14 +21,11 @@ struct Producer {
     auto& empty = Tile::kConverts ? storage.raw_empty[use.index] : storage.slot_empty[use.index];
     empty.wait(use.phase ^ 1);
     if constexpr (Tile::kGathers) {
+      __syncwarp();
       if (params.gathered) {
         if (lane_index() == 0) storage.gathered[gatherer<Warps>()] = {image, row, column};
         __syncwarp();
-        if constexpr (sizeof(Element) == 2) {
-          params.gathered == 1 ? gather<Warps, true>(params, storage, use.index) : gather<Warps, false>(params, storage, use.index);
-        } else {
-          gather<Warps, false>(params, storage, use.index);
-        }
+        gather<Warps>(params, storage, use.index);
       } else if (lane_index() == 0) {
         copy_tile(params, storage, use.index, full, image, row, column);
       }
@@ -60,46 +57,72 @@ struct Producer {
     return Warps == 1 ? 0 : Tile::kLoadsApart ? warp_index() / Tile::kTeamWarps : warp_index();
   }
   // What TMA would bring of the channels that exist: a lane copies an element, or two, of each. Registers are few. Two of 16 bits lie at
-  // a multiple of 4 bytes; Early: a tile's may not, and are then those from one column before (Planes::convert_singles).
-  template <int Warps, bool Early>
+  // a multiple of 4 bytes; a tile's may not, and are then those from one column before (Planes::convert_singles). What is left of the places
+  // after whole turns is shared out to lanes by channels, too: a copy takes its time, some 17 cycles, whatever lanes have part in it.
+  template <int Warps>
   CUTLASS_DEVICE static void gather(Params const& params, SharedStorage& storage, uint32_t stage) {
-    static_assert(!Early || (sizeof(Element) == 2 && Warps % 2 == 0));  // so that it is the same for all of the channels
     auto const volatile& tile = storage.gathered[gatherer<Warps>()];
-    int const step = sizeof(Element) == 4 ? params.gathered : 2;
-#pragma unroll 1
-    for (int pixel = lane_index() * step; pixel < Tile::kBoxPixels; pixel += 32 * step) {
-      int channel = gatherer<Warps>();
-      int const row = tile.row + pixel / Tile::kBoxColumns;
-      int column = tile.column + pixel % Tile::kBoxColumns;
+    constexpr int kColumns = Tile::kGatheredColumns, kPlaces = Tile::kRows * kColumns;
+    constexpr bool kFew = Tile::kChannels == 16;
+    // Warps share the channels, or the places where channels are few: where a place is takes longer than copies of it.
+    constexpr auto kSharing = [](bool early) { return kFew && !early ? 1 : Warps; };
+    // Places from `first` on, of kStep elements, kSide lanes side by side in a channel; the others take other channels.
+    auto const turn = [&](auto step, auto early, auto side, int first) {
+      constexpr int kStep = decltype(step)::value, kSide = decltype(side)::value, kStride = kSharing(early) * (32 / kSide);
+      constexpr bool kEarly = decltype(early)::value;
+      static_assert(!kEarly || (sizeof(Element) == 2 && kStride % 2 == 0));  // so that it is the same for all of the channels
+      int const place = first + lane_index() % kSide * kStep;
+      if (kPlaces % (kSide * kStep) && place >= kPlaces) return;
+      int channel = (kSharing(early) > 1 ? gatherer<Warps>() : 0) + kSharing(early) * (lane_index() / kSide);
+      int const row = tile.row + place / kColumns;
+      int column = tile.column + place % kColumns;
       auto const* from = static_cast<Element const*>(params.x) + ((int64_t(tile.image) * params.c + channel) * params.h + row) * params.w + column;
-      if constexpr (Early) {
-        int const early = int(reinterpret_cast<uintptr_t>(from) / sizeof(Element) % 2);
-        from -= early, column -= early;
+      if constexpr (kEarly) {
+        int const before = int(reinterpret_cast<uintptr_t>(from) / sizeof(Element) % 2);
+        from -= before, column -= before;
       }
       // Early: the row's first column may be a pair's second, and its last one a pair's first.
-      bool const inside = uint32_t(row) < uint32_t(params.h) && uint32_t(column + Early) < uint32_t(params.w + Early);
+      bool const inside = uint32_t(row) < uint32_t(params.h) && uint32_t(column + kEarly) < uint32_t(params.w + kEarly);
       [[maybe_unused]] bool const whole = !inside || column + 1 < params.w;
-      uint32_t to = raw_address(storage, stage) + (channel * Tile::kBoxPixels + pixel) * int(sizeof(Element));
-      auto const channels = [&](auto const& copy) {
-#pragma unroll 2
-        for (; channel < params.c; channel += Warps) {
-          copy();
-          from += int64_t(params.h) * params.w * Warps, to += Warps * Tile::kBoxPixels * sizeof(Element);
+      uint32_t to = raw_address(storage, stage) +
+                    (channel * Tile::kBoxPixels + place / kColumns * Tile::kBoxColumns + place % kColumns) * int(sizeof(Element));
+      int height = params.h;
+      if constexpr (kSide < 32) asm volatile("" : "+r"(height));  // products with it would be kept from the whole turns
+#pragma unroll(kSide < 32 || Warps == 1 ? 1 : 2)
+      for (; channel < params.c; channel += kStride) {
+        if constexpr (kEarly) {
+          copy_pair_async(to, from, inside, whole);
+        } else {
+          copy_async<kStep * sizeof(Element)>(to, from, inside);
         }
-      };
-      if constexpr (Early) {
-        channels([&] { copy_pair_async(to, from, inside, whole); });
-      } else if (step == 2) {
-        channels([&] { copy_async<2 * sizeof(Element)>(to, from, inside); });
-      } else {
-        channels([&] { copy_async<4>(to, from, inside); });
+        from += int64_t(height) * params.w * kStride, to += kStride * Tile::kBoxPixels * sizeof(Element);
       }
+    };
+    using Single = cute::Int<1>;
+    using Two = cute::Int<2>;
+    // Places that whole turns leave, of many channels, in one way for all.
+    using Last = cute::conditional_t<sizeof(Element) == 4, Single, Two>;
+    constexpr int kRest = kPlaces % 64, kLanes = kRest / Last::value, kSide = kLanes > 16 ? 32 : kLanes > 8 ? 16 : kLanes > 4 ? 8 : 4;
+    constexpr bool kApart = Warps > 1 && !kFew && kLanes > 0 && kSide < 32;
+    auto const turns = [&](auto step, auto early) {
+      constexpr int kTurn = 32 * decltype(step)::value, kEnd = kApart ? kPlaces - kRest : kPlaces, kWarps = Warps / kSharing(early);
+#pragma unroll 1
+      for (int first = kWarps > 1 ? gatherer<Warps>() * kTurn : 0; first < kEnd; first += kWarps * kTurn) turn(step, early, cute::Int<32>{}, first);
+    };
+    if constexpr (Warps == 1) {
+      turns(Single{}, cute::false_type{});  // redo.hpp's: rare
+    } else if constexpr (sizeof(Element) == 4) {
+      params.gathered == 1 ? turns(Single{}, cute::false_type{}) : turns(Two{}, cute::false_type{});
+    } else {
+      params.gathered == 1 ? turns(Two{}, cute::true_type{}) : turns(Two{}, cute::false_type{});
     }
-    if (Early && gatherer<Warps>() == 0 && lane_index() == 0) {
+    if constexpr (kApart) turn(Last{}, cute::bool_constant<sizeof(Element) == 2>{}, cute::Int<kSide>{}, kPlaces - kRest);
+    if (sizeof(Element) == 2 && params.gathered == 1 && gatherer<Warps>() == 0 && lane_index() == 0) {
       uint32_t const first = (uint32_t(tile.image) * params.c * params.h + tile.row) * params.w + tile.column;
       storage.odd[stage] = (first + uint32_t(reinterpret_cast<uintptr_t>(params.x) / sizeof(Element))) % 2;
     }
     auto& full = storage.raw_full[stage];
+    asm volatile("" ::: "memory");  // which the arrival does not say itself
     cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t*>(&full));
     for (int i = Warps; i < Tile::kGatherWarps; ++i) full.arrive();  // for those that do not call it
   }
@@ -194,15 +217,18 @@ struct Producer {
         Use<Tile::kSlots> const slot(n);
         storage.raw_full[raw.index].wait(raw.phase);
         storage.slot_empty[slot.index].wait(slot.phase ^ 1);
+        asm volatile("" ::: "memory");  // which the barrier does not say itself
+        bool const few = params.box_bytes <= Tile::kRawBytes / 2;
         uint32_t const source = raw_address(storage, raw.index), target = slot_address(storage, slot.index);
         if constexpr (Tile::kGathers && sizeof(Element) == 2) {
           if (params.gathered == 1) {
-            Convert::convert_singles(source, target, storage.odd[raw.index], params.h * params.w, params.w, -1 - storage.loads[0].column);
+            uint32_t const plane = uint32_t(params.h) * params.w;
+            Convert::convert_singles(source, target, few, storage.odd[raw.index], plane, params.w, -1 - storage.loads[0].column);
           } else {
-            Convert::convert(source, target, params.box_bytes <= Tile::kRawBytes / 2, storage.strays);
+            Convert::convert(source, target, few, storage.strays);
           }
         } else {
-          Convert::convert(source, target, params.box_bytes <= Tile::kRawBytes / 2, storage.strays);
+          Convert::convert(source, target, few, storage.strays);
         }
       }
       uint32_t const n = count();

@@ -24,6 +24,7 @@ struct Redo {
   static constexpr bool kLacks = Tile::kConverters > kConverters;  // an arrival at the barriers of converters
   static constexpr int kInputs = Tile::kHalo + 1;  // slots of a step
   static constexpr uint32_t kInfinity = 0x7f800000u;
+  static constexpr uint32_t kLastPass = (kInputs - 1) * 2 + 1;  // of a step: in `pass` the input slot stands before whether it is its last
 
   CUTLASS_DEVICE static bool marked(SharedStorage const& storage, uint32_t slot) {
     uint32_t const bit = slot >> storage.misfit_shift;
@@ -163,7 +164,7 @@ struct Redo {
       largest = largest_of_all(storage, rest);
       limit = low, last = largest == 0;
       uint32_t const slot = Use<Tile::kSlots>(own(storage).slots).index;
-      if (threadIdx.x == 32) storage.pass[slot] = make_int2(exponent - kTop, last);
+      if (threadIdx.x == 32) storage.pass[slot] = make_int2(exponent - kTop, int((own(storage).tiles - storage.slots) % kInputs * 2 + last));
       Produce::hand_over(storage, slot);
       if (kLacks && threadIdx.x == 32) storage.slot_full[slot].arrive();  // for the warp that loads
       __syncwarp();
@@ -189,38 +190,47 @@ struct Redo {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float sums[2][16] = {};
-        // The passes of an input slot.
-        auto const add = [&](auto input) {
-          constexpr int kInput = decltype(input)::value;
-          bool last;
-          do {
-            Use<Tile::kSlots> const slot(n++);
-            storage.slot_full[slot.index].wait(slot.phase);
-            int2 const pass = storage.pass[slot.index];
-            float upper[16], lower[16];
-            Consume::template multiply<kInput, kInput>(upper, lower, weights,
-                                                       {ring + half * 32 * (Tile::kPixelBytes / 16) + slot.index * Consume::kSlotUnits});
+        // The passes of the step's input slots, one after the other.
+        bool more;
+#pragma unroll 1
+        do {
+          Use<Tile::kSlots> const slot(n++);
+          storage.slot_full[slot.index].wait(slot.phase);
+          asm volatile("" ::: "memory");  // which the barrier does not say itself
+          int2 const pass = storage.pass[slot.index];
+          more = pass.y != int(kLastPass);
+          float upper[16], lower[16];
+          auto const multiply = [&](auto chosen) {
+            constexpr int kInput = decltype(chosen)::value;
+            if constexpr (kInput < kInputs)
+              Consume::template multiply<kInput, kInput>(upper, lower, weights,
+                                                         {ring + half * 32 * (Tile::kPixelBytes / 16) + slot.index * Consume::kSlotUnits});
             Consume::wait_for_products(upper, lower);
-            __syncwarp();
-            if (place.lane == 0) storage.slot_empty[slot.index].arrive();
-            last = pass.y;
+          };
+          if (pass.y >> 1 == 0) {
+            multiply(cute::Int<0>{});
+          } else if (pass.y >> 1 == 1) {
+            multiply(cute::Int<1>{});
+          } else {
+            multiply(cute::Int<2>{});
+          }
+          __syncwarp();
+          if (place.lane == 0) storage.slot_empty[slot.index].arrive();
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              int const exponent = min(max(pass.x + ilogbf(params.scales[channels[c]]), -252), 254);
-              float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
+          for (int c = 0; c < 2; ++c) {
+            // Volatile, and the channel anew: what is kept from step to step would spill.
+            float const scale = *static_cast<float const volatile*>(params.scales + place.channel0 + lane_index() / 4 + 8 * c);
+            int const exponent = min(max(pass.x + ilogbf(scale), -252), 254);
+            float const first = power_of_two(exponent / 2), second = power_of_two(exponent - exponent / 2);
 #pragma unroll
-              for (int b = 0; b < 4; ++b)
+            for (int b = 0; b < 4; ++b)
 #pragma unroll
-                for (int j = 4 * b + 2 * c; j < 4 * b + 2 * c + 2; ++j) {
-                  sums[0][j] += upper[j] * first * second;
-                  sums[1][j] += lower[j] * first * second;
-                }
-            }
-          } while (!last);
-        };
-        add(std::integral_constant<int, 0>{});
-        if constexpr (kInputs > 1) add(std::integral_constant<int, 1>{});
-        if constexpr (kInputs > 2) add(std::integral_constant<int, 2>{});
+              for (int j = 4 * b + 2 * c; j < 4 * b + 2 * c + 2; ++j) {
+                sums[0][j] += upper[j] * first * second;
+                sums[1][j] += lower[j] * first * second;
+              }
+          }
+        } while (more);
         typename Consume::State const chain[2] = {Consume::load_chain(params, channels[0], 1.f), Consume::load_chain(params, channels[1], 1.f)};
         if constexpr (Tile::kWide) {
           Consume::template stage_lines<0, 2>(lines, chain, sums[0], sums[1], staging, half * 32);

@@ -64,6 +64,9 @@ struct Tile {
   static constexpr int kFloatColumns = kWide ? 136 : kShifted ? 76 : 68;
   static constexpr int kBoxColumns = kChannelsLast ? kColumns : kChannels == 16 ? 144 : sizeof(Element) == 4 ? kFloatColumns : kRingColumns;
   static constexpr int kBoxPixels = kRows * kBoxColumns;
+  // Of rows that TMA cannot read. Of 16 bits what a step needs from an even column, or from the one before it, on. Of fp32 as many as TMA
+  // brings: what converters find there says which steps are computed again, and the result is to have the same bits.
+  static constexpr int kGatheredColumns = sizeof(Element) == 4 ? kBoxColumns : (kStrip + S + 1) / 2 * 2;
   static_assert(kColumns <= kBoxColumns && (kChannelsLast || (kBoxColumns * sizeof(Element)) % 16 == 0));
   static constexpr int kPixelBytes = kChannels * 2, kRowBytes = kRingColumns * kPixelBytes;
   static_assert(kRowBytes % (8 * kPixelBytes) == 0);
@@ -130,7 +133,7 @@ struct Tile {
     struct {
       uint32_t left, tiles, slots, turn;
     } redo[kConverters];                            // redo.hpp
-    int2 pass[kSlots];                              // redo.hpp: {exponent, whether it is the slot's last}
+    int2 pass[kSlots];                              // redo.hpp: {exponent, input slot of the step * 2 + whether it is that one's last}
     int32_t any_misfit;
     Work work;        // all of the CTA's
     uint32_t slots;   // that it reads; of claims known at the end
