@@ -68,6 +68,8 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
     loaded = channels if nhwc else min(channels, round_up(c, 8))
     rows_begin_at = gathered(problem, record)
     copied = max(rows_begin_at, 4 // size)  # elements at a time
+    strip = record.epilogue_tile[0] * (2 if problem.pool else 1)
+    columns = record.box_columns if size == 4 else (strip + s + 1) // 2 * 2  # kGatheredColumns (codegen/include/cutlass_ops/fused/tile.hpp)
     singly_stored = not nhwc and problem.pool is None and problem.output_shape[3] % 2
     staged = slots * work.rows * record.box_columns * loaded / 1e3
     return {
@@ -75,7 +77,7 @@ def _fused(problem: Problem, record: KernelRecord, sm_count: int) -> dict[str, f
         "flops": steps * 2 * pixels * block * channels * r * s / 1e6,
         "outputs": steps * pixels * block / 1e3,
         "staged": staged,
-        "gathered": slots * work.rows * record.box_columns * c / copied / 1e3 if rows_begin_at else 0.0,
+        "gathered": slots * work.rows * columns * c / copied / 1e3 if rows_begin_at else 0.0,
         "single_loads": staged if size == 2 and rows_begin_at == 1 else 0.0,
         "single_stores": steps * pixels * block / 1e3 if singly_stored else 0.0,
         "moved": (n * c * h * w + math.prod(problem.output_shape)) * size / 1e6,

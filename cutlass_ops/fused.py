@@ -47,7 +47,8 @@ class Fused:
         size = 4 if record.variant[0] == "f32" else 2
         copied = gathered(problem, record)
         # Columns that a tile begins early, at whole 16 bytes for TMA. Gathered pairs of 16 bits begin at even columns.
-        shift = 0 if nhwc else problem.padding[1] % 2 if copied and size == 2 else -problem.padding[1] % (16 // size)
+        early = problem.padding[1] % 2 if copied and size == 2 else -problem.padding[1] % (16 // size)
+        shift = early if record.variant[3] == "shifted" else 0
         values = {"n": n, "k": k, "out_h": out_h, "out_w": out_w, "padding_h": problem.padding[0], "padding_w": problem.padding[1]}
         values |= {"c": c, "h": h, "w": w, "gathered": copied}
         values |= {"shift": shift, "strips": strips, "channel_blocks": blocks, "steps": work.steps}

@@ -11,7 +11,7 @@ from typing import Optional, Union
 from .costs import Costs
 from .manifest import KernelRecord
 from .problem import Problem
-from .work import rows_of_step, starts_where_tma_can, team_size
+from .work import gathered, rows_of_step, starts_where_tma_can, team_size
 
 #: Limits of im2col TMA on four-dimensional tensors (cuTensorMapEncodeIm2col, PTX ISA).
 CORNER_MIN, CORNER_MAX, MAX_OFFSET, MAX_TRAVERSAL_STRIDE = -128, 127, 255, 8
@@ -171,7 +171,7 @@ def _two_kernel(name: str, problem: Problem) -> Union[Plan, str]:
 
 
 def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, KernelRecord]) -> Union[Plan, str]:
-    """The first kernel of the family that can compute the problem: of few channels, begun where TMA can, of few strips, narrow, aligned.
+    """The first kernel of the family that can compute the problem: of few channels, read by TMA, of few strips, narrow, aligned.
 
     A row in one strip is stored whole; pieces of rows cost L2 twice (docs/performance.md), and serve where a user's chain does not fit
     the registers of a wide kernel.
@@ -184,10 +184,12 @@ def _fused(name: str, problem: Problem, device: DeviceFacts, records: dict[str, 
     reason = f"expected a fused kernel of {problem.operator}, found none"
     most = -1
 
-    def order(record: KernelRecord) -> tuple[int, bool, int, int, str]:
+    def order(record: KernelRecord) -> tuple[int, bool, int, int, bool, str]:
         columns = record.epilogue_tile[0]
         strips = -(-problem.output_shape[3] // columns)
-        return record.tile[2], not starts_where_tma_can(problem, record), strips, columns, record.variant[3]
+        # Last, so that of x anywhere a step has the same tiles as by TMA, and with them the bits of its result.
+        begun = not starts_where_tma_can(problem, record)
+        return record.tile[2], gathered(problem, record) > 0, strips, columns, begun, record.variant[3]
 
     for record in sorted(family, key=order):
         met, limit = fused_limit(problem, device, record)

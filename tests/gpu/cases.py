@@ -47,7 +47,7 @@ _FUSED = {
 _PLANES = {"x_layout": ("contiguous",), "weight_layout": ("contiguous", "transposed", "batch_inside")}
 _PIXELS = {"x_layout": ("channels_last",), "weight_layout": ("channels_last", "contiguous", "transposed")}
 _3X3 = {"filter": ((3, 3),), "padding": (0, 1, 2, (0, 2), (3, 4), (1, 8))}
-_1X1 = {"filter": ((1, 1),), "padding": (0, (1, 0), (2, 4), (0, 8))}  # float32: whole 16 bytes
+_1X1 = {"filter": ((1, 1),), "padding": (0, (1, 0), (2, 4), (0, 8), (0, 1), (1, 3), (0, 2))}
 FUSED = {
     ("f32", "3x3"): _FUSED | _PLANES | _3X3 | {"w": (2, 4, 8, 63, 64, 66, 68, 125, 132, 260), "c": (1, 3, 16, 17, 24, 64)},
     ("f32", "1x1"): _FUSED | _PLANES | _1X1 | {"w": (2, 4, 15, 64, 68, 129, 132), "c": (1, 8, 17, 64)},

@@ -85,9 +85,13 @@ def test_rows_of_any_width_are_exact(dtype, channels, width, padding):
         assert torch.equal(call(FUSED_PLANS[dtype], conv2d, values, weight, padding=padding), expected.round().to(dtype))
 
 
+each_padded_width = pytest.mark.parametrize(
+    ("width", "padding"), itertools.product([1, 4, 7, 14, 16, 20, 58, 60, 64, 126, 127, 128, 131], [1, 2, 3, 5, 6])
+)
+
+
 @pytest.mark.parametrize("factor", [1, 1e6])
-@pytest.mark.parametrize("padding", [1, 2, 3, 5, 6])
-@pytest.mark.parametrize("width", [1, 4, 7, 14, 16, 20, 60, 64, 126, 127, 128, 131])
+@each_padded_width
 def test_1_x_1_filters_of_float32_with_any_padding(width, padding, factor):
     """Kernels that do not begin early: also where TMA could read rows that begin elsewhere. Times a power of ten, computed again."""
     random = generator("1 x 1", width, padding, factor)
@@ -98,10 +102,21 @@ def test_1_x_1_filters_of_float32_with_any_padding(width, padding, factor):
         y = call("fused-f16", op, x, *others, **arguments)
         found = accuracy.Criterion(op, x, *others, **arguments).judge(y)
         assert found.passed, found
-        assert_same_bits(call("fused-f16", op, x, *others, **arguments), y)
+        for moved in (x, beside(x, 1), beside(x, 2)):
+            found = accuracy.Criterion(op, x, *others, **arguments).judge(call("fused-f16", op, moved, *others, **arguments))
+            assert found.passed, found
+
+
+@each_dtype
+@each_padded_width
+def test_1_x_1_filters_with_any_padding_are_exact(dtype, width, padding):
+    random = generator("1 x 1, exact", dtype, width, padding)
     x, weight = integers((5, 40, 21, width), -2, 2, random), integers((66, 40, 1, 1), -2, 2, random)
-    expected = reference64(conv2d, x, weight, padding=padding).float()
-    assert torch.equal(call("fused-f16", conv2d, x.float(), weight.float(), padding=padding, precision="tf32"), expected)
+    expected = reference64(conv2d, x, weight, padding=padding).round().to(dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
+    arguments = {"padding": padding} | ({"precision": "tf32"} if dtype is torch.float32 else {})
+    for values in (x, beside(x, 1), beside(x, 2)):
+        assert torch.equal(call(FUSED_PLANS[dtype], conv2d, values, weight, **arguments), expected)
 
 
 @each_dtype

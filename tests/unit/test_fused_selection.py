@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from cutlass_ops.problem import PoolArguments
@@ -144,6 +146,9 @@ def test_a_wide_kernel_serves_no_row_that_is_shorter_than_a_line(dtype, least):
         ("none", 20, 3, "1x1", 1),
         ("none", 127, 1, "1x1", 1),
         ("none", 126, 1, "1x1_wide", 2),
+        ("none", 58, 2, "1x1", 2),
+        ("none", 54, 1, "1x1", 1),
+        ("none", 56, 1, "1x1_wide", 0),
     ],
 )
 def test_1_x_1_filters_of_float32_with_any_padding(pool, width, padding, kernel, copied):
@@ -153,7 +158,11 @@ def test_1_x_1_filters_of_float32_with_any_padding(pool, width, padding, kernel,
     padded = problem(pool=own, padding=(0, padding), x_shape=(2, 64, 40, width), **ONE_BY_ONE)
     plan = select(padded, H200, records, frozenset(r.sha256 for r in records), force="fused-f16").plan
     assert plan.kernels[1] == f"op_fused_f32_nchw_c64_{kernel}"
-    assert gathered(padded, next(r for r in records if r.name == plan.kernels[1])) == copied
+    record = next(r for r in records if r.name == plan.kernels[1])
+    assert gathered(padded, record) == copied
+    if record.variant[3] != "shifted":
+        elsewhere = [gathered(dataclasses.replace(padded, alignment=alignment), record) for alignment in (8, 4)]
+        assert elsewhere == [2 if width % 2 == 0 and padding % 2 == 0 else 1, 1]
 
 
 @pytest.mark.parametrize("pool", ["none", "max"])
