@@ -86,7 +86,7 @@ def test_rows_of_any_width_are_exact(dtype, channels, width, padding):
 
 
 each_padded_width = pytest.mark.parametrize(
-    ("width", "padding"), itertools.product([1, 4, 7, 14, 16, 20, 58, 60, 64, 126, 127, 128, 131], [1, 2, 3, 5, 6])
+    ("width", "padding"), [*itertools.product([1, 4, 7, 14, 16, 20, 58, 60, 64, 126, 127, 128, 131], [1, 2, 3, 5, 6])]
 )
 
 

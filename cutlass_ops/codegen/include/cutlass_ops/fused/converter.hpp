@@ -96,12 +96,10 @@ struct Planes {
   using Element = typename Tile::Element;
   // A warp's turn: two pixels of each of kPairs x 8 channels of each of kLaneChunks; kGroups warps share what is left of the channels.
   // So many pairs as a channel's plane, in units of 32 bits, has factors of 2, at least 4: then the reads are free of bank conflicts
-  // (32 bits a lane; of 64, which fp32 takes, half a warp's), and of 64 channels the writes are, of 8 lanes each 4 pixels x 2 chunks, but
-  // for a turn over two rows.
+  // (32 bits a lane; of 64, which fp32 takes, half a warp's), and the writes are, of 8 lanes each 4 pixels x 2 chunks (64 channels).
   static constexpr int kChunks = Tile::kChannels / 8, kPlane = Tile::kBoxPixels * int(sizeof(Element)) / 4;
   static constexpr int kPairs = cute::max(32 / kChunks, cute::min(16, (kPlane & -kPlane) * 2 / int(sizeof(Element)))), kLaneChunks = 32 / kPairs;
   static constexpr int kGroups = kChunks / kLaneChunks;
-  static_assert(!Tile::kGuarded || kGroups == 1, "look_closely sees all channels");
   // A lane's way through a raw tile and the slot that it becomes. K position 8 * c + j of a pixel holds input channel c + kChunks * j; the
   // packed weights have the same order. All that is kept is moved from turn to turn: registers are few.
   static constexpr int kChannelStep = kChunks * Tile::kBoxPixels * int(sizeof(Element));

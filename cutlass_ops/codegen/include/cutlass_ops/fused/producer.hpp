@@ -57,8 +57,8 @@ struct Producer {
     return Warps == 1 ? 0 : Tile::kLoadsApart ? warp_index() / Tile::kTeamWarps : warp_index();
   }
   // What TMA would bring of the channels that exist: a lane copies an element, or two, of each. Registers are few. Two of 16 bits lie at
-  // a multiple of 4 bytes; a tile's may not, and are then those from one column before (Planes::convert_singles). Few places that whole turns
-  // leave are shared out to lanes by channels, too: a copy takes its time, some 17 cycles, whatever lanes have part in it.
+  // a multiple of 4 bytes; a tile's may not, and are then those from one column before (Planes::convert_singles). What is left of the places
+  // after whole turns is shared out to lanes by channels, too: a copy takes its time, some 17 cycles, whatever lanes have part in it.
   template <int Warps>
   CUTLASS_DEVICE static void gather(Params const& params, SharedStorage& storage, uint32_t stage) {
     auto const volatile& tile = storage.gathered[gatherer<Warps>()];
@@ -67,13 +67,13 @@ struct Producer {
     // Warps share the channels, or the places where channels are few: where a place is takes longer than copies of it.
     constexpr auto kSharing = [](bool early) { return kFew && !early ? 1 : Warps; };
     // Places from `first` on, of kStep elements, kSide lanes side by side in a channel; the others take other channels.
-    auto const turn = [&](auto step, auto early, auto side, auto sharing, int first) {
-      constexpr int kStep = decltype(step)::value, kSide = decltype(side)::value, kStride = sharing * (32 / kSide);
+    auto const turn = [&](auto step, auto early, auto side, int first) {
+      constexpr int kStep = decltype(step)::value, kSide = decltype(side)::value, kStride = kSharing(early) * (32 / kSide);
       constexpr bool kEarly = decltype(early)::value;
       static_assert(!kEarly || (sizeof(Element) == 2 && kStride % 2 == 0));  // so that it is the same for all of the channels
       int const place = first + lane_index() % kSide * kStep;
       if (kPlaces % (kSide * kStep) && place >= kPlaces) return;
-      int channel = (sharing > 1 ? gatherer<Warps>() : 0) + sharing * (lane_index() / kSide);
+      int channel = (kSharing(early) > 1 ? gatherer<Warps>() : 0) + kSharing(early) * (lane_index() / kSide);
       int const row = tile.row + place / kColumns;
       int column = tile.column + place % kColumns;
       auto const* from = static_cast<Element const*>(params.x) + ((int64_t(tile.image) * params.c + channel) * params.h + row) * params.w + column;
@@ -100,14 +100,14 @@ struct Producer {
     };
     using Single = cute::Int<1>;
     using Two = cute::Int<2>;
-    // Places that whole turns leave, in one way for all.
+    // Places that whole turns leave, of many channels, in one way for all.
     using Last = cute::conditional_t<sizeof(Element) == 4, Single, Two>;
     constexpr int kRest = kPlaces % 64, kLanes = kRest / Last::value, kSide = kLanes > 16 ? 32 : kLanes > 8 ? 16 : kLanes > 4 ? 8 : 4;
-    constexpr bool kApart = Warps > 1 && kLanes > 0 && (kFew || kSide < 32);
+    constexpr bool kApart = Warps > 1 && !kFew && kLanes > 0 && kSide < 32;
     auto const turns = [&](auto step, auto early) {
       constexpr int kTurn = 32 * decltype(step)::value, kEnd = kApart ? kPlaces - kRest : kPlaces, kWarps = Warps / kSharing(early);
 #pragma unroll 1
-      for (int first = kWarps > 1 ? gatherer<Warps>() * kTurn : 0; first < kEnd; first += kWarps * kTurn) turn(step, early, cute::Int<32>{}, cute::Int<kSharing(early)>{}, first);
+      for (int first = kWarps > 1 ? gatherer<Warps>() * kTurn : 0; first < kEnd; first += kWarps * kTurn) turn(step, early, cute::Int<32>{}, first);
     };
     if constexpr (Warps == 1) {
       turns(Single{}, cute::false_type{});  // redo.hpp's: rare
@@ -116,7 +116,7 @@ struct Producer {
     } else {
       params.gathered == 1 ? turns(Two{}, cute::true_type{}) : turns(Two{}, cute::false_type{});
     }
-    if constexpr (kApart) turn(Last{}, cute::bool_constant<sizeof(Element) == 2>{}, cute::Int<kSide>{}, cute::Int<Warps>{}, kPlaces - kRest);
+    if constexpr (kApart) turn(Last{}, cute::bool_constant<sizeof(Element) == 2>{}, cute::Int<kSide>{}, kPlaces - kRest);
     if (sizeof(Element) == 2 && params.gathered == 1 && gatherer<Warps>() == 0 && lane_index() == 0) {
       uint32_t const first = (uint32_t(tile.image) * params.c * params.h + tile.row) * params.w + tile.column;
       storage.odd[stage] = (first + uint32_t(reinterpret_cast<uintptr_t>(params.x) / sizeof(Element))) % 2;

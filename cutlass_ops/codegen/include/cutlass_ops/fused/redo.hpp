@@ -202,16 +202,17 @@ struct Redo {
           float upper[16], lower[16];
           auto const multiply = [&](auto chosen) {
             constexpr int kInput = decltype(chosen)::value;
-            Consume::template multiply<kInput, kInput>(upper, lower, weights,
-                                                       {ring + half * 32 * (Tile::kPixelBytes / 16) + slot.index * Consume::kSlotUnits});
+            if constexpr (kInput < kInputs)
+              Consume::template multiply<kInput, kInput>(upper, lower, weights,
+                                                         {ring + half * 32 * (Tile::kPixelBytes / 16) + slot.index * Consume::kSlotUnits});
             Consume::wait_for_products(upper, lower);
           };
-          if (kInputs == 1 || pass.y >> 1 == 0) {
+          if (pass.y >> 1 == 0) {
             multiply(cute::Int<0>{});
-          } else if (kInputs == 2 || pass.y >> 1 == 1) {
-            multiply(cute::Int<(kInputs > 1 ? 1 : 0)>{});
+          } else if (pass.y >> 1 == 1) {
+            multiply(cute::Int<1>{});
           } else {
-            multiply(cute::Int<kInputs - 1>{});
+            multiply(cute::Int<2>{});
           }
           __syncwarp();
           if (place.lane == 0) storage.slot_empty[slot.index].arrive();
