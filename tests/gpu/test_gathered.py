@@ -99,9 +99,6 @@ def test_1_x_1_filters_of_float32_with_any_padding(width, padding, factor):
     for op in (conv2d, conv2d_sub_tanh_sub_avgpool):
         arguments = {"padding": padding, "precision": "tf32"}
         others = [weight, *vectors(op, 136, torch.float32, random)]
-        y = call("fused-f16", op, x, *others, **arguments)
-        found = accuracy.Criterion(op, x, *others, **arguments).judge(y)
-        assert found.passed, found
         for moved in (x, beside(x, 1), beside(x, 2)):
             found = accuracy.Criterion(op, x, *others, **arguments).judge(call("fused-f16", op, moved, *others, **arguments))
             assert found.passed, found

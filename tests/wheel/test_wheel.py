@@ -35,7 +35,7 @@ def test_name_and_size(wheel: Path) -> None:
 
 
 def test_contents(wheel: Path, checkout: Path) -> None:
-    """The package but for what scripts alone use, manifest, records and exactly the manifest's cubins, byte for byte (but for the provenance); nothing else."""
+    """Package, manifest, records and exactly the manifest's cubins, byte for byte (but for provenance); nothing that scripts alone use."""
     package = [p for p in (checkout / "cutlass_ops").rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     expected = {str(p.relative_to(checkout)): p.read_bytes() for p in package}
     for left_out in ("sanitizer.py", "soak.py", "benchmark/fit.py", "benchmark/sweep.py"):
